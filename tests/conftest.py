@@ -115,6 +115,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+        for folder in _left_out_applications(item):
+            item.add_marker(pytest.mark.skip(reason=f"{folder} is not there"))
 
 
 def pytest_collection_finish() -> None:
@@ -132,6 +134,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 ANNOTATED = ("tests/nn/", "tests/models/", "tests/ops/", "tests/core/test_typing.py")
 SHAPES = pytest.StashKey[set[str] | None]()
 LONGEST = ("tests/test_notebooks.py",)
+
+
+def _left_out_applications(item: pytest.Item) -> list[str]:
+    """The folders of applications that a test is marked with and that are not there."""
+    from functron.apps import APPLICATIONS  # the import hook comes first
+    from functron.core.errors import has_module
+
+    names = {name for mark in item.iter_markers("applications") for name in mark.args}
+    assert names <= APPLICATIONS.keys(), f"{item.nodeid}: {names - APPLICATIONS.keys()}"
+    return [
+        f"functron/apps/{name}" for name in sorted(names) if not has_module(f"functron.apps.{name}")
+    ]
 
 
 def _left_out(items: list[pytest.Item]) -> set[str]:

@@ -6,12 +6,12 @@
 
 An input is a valid one with some bytes, or values of its JSON, changed. Anything but a ValueError
 that says what was wanted is a failure, and so is what takes longer than `SLOW_SECONDS`. A new
-reader of files from outside belongs into `TARGETS`; an input that failed into `FOUND`.
+reader of files from outside belongs into `TARGETS`; an input that failed into `FOUND`. Those of an
+application are in its folder: tests/apps/NAME/parsers.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import importlib
@@ -34,15 +34,9 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch.distributed import checkpoint as dcp
 
 import functron as ft
 from functron import checkpoint, hub, optim
-from functron.apps.megatron import migrate, tensors
-from functron.apps.megatron.checkpoint_files import COMMON, METADATA, open_checkpoint, read_pickle
-from functron.apps.megatron.launches import read_log
-from functron.apps.planner import hardware
-from functron.apps.planner.measurements import LinkTimes, Measurement, RankRates
 from functron.checkpoint.folder import MANIFEST
 from functron.core.errors import raise_problems
 from functron.data import indexed, shards
@@ -71,7 +65,7 @@ class Target(NamedTuple):
     read: Callable[[Path, bytes], object]
 
 
-def _put(folder: Path, name: str, data: bytes) -> Path:
+def put(folder: Path, name: str, data: bytes) -> Path:
     path = folder / name
     path.write_bytes(data)
     return path
@@ -91,7 +85,7 @@ def _safetensors_seeds(folder: Path) -> list[bytes]:
 
 
 def _read_safetensors(folder: Path, data: bytes) -> None:
-    _put(folder, files.SINGLE, data)
+    put(folder, files.SINGLE, data)
     found = files.open_folder(folder)
     for name, (shape, _) in found.shapes().items():
         found.read(name, [slice(0, size) for size in shape])
@@ -105,8 +99,8 @@ def _index_seeds(folder: Path) -> list[bytes]:
 
 def _read_index(folder: Path, data: bytes) -> None:
     table = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
-    _put(folder, "x.safetensors", _safetensors(table, bytes(24)))
-    _put(folder, files.INDEX, data)
+    put(folder, "x.safetensors", _safetensors(table, bytes(24)))
+    put(folder, files.INDEX, data)
     source = files.open_folder(folder)
     with mock.patch.object(files.Stored, "read", lambda self, slices: self.file):
         for name in source.shapes():
@@ -125,8 +119,8 @@ def _idx_seeds(folder: Path) -> list[bytes]:
 
 
 def _read_idx(folder: Path, data: bytes) -> None:
-    _put(folder, "x.bin", np.arange(6, dtype=np.uint16).tobytes())
-    _put(folder, "x.idx", data)
+    put(folder, "x.bin", np.arange(6, dtype=np.uint16).tobytes())
+    put(folder, "x.idx", data)
     opened = indexed.IndexedFile(folder / "x")
     shards.verify(folder / "x")
     for index in range(min(opened.num_documents, 50)):
@@ -150,7 +144,7 @@ def _read_record(folder: Path, data: bytes) -> None:
         data = json.dumps({**content, "crc32": crc}).encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    _put(folder, "tokens.json", data)
+    put(folder, "tokens.json", data)
     shards.verify(folder / "tokens")
     found = shards.provenance([folder / "tokens"])
     assert found is None or not found.is_there
@@ -173,7 +167,7 @@ _YAML = b"steps: 20\ngpt: &g\n  num_layers: 2\n  moe: {num_experts: 4}\noptimize
 
 
 def _read_config(name: str) -> Callable[[Path, bytes], object]:
-    return lambda folder, data: config.load(_put(folder, name, data))
+    return lambda folder, data: config.load(put(folder, name, data))
 
 
 def _program_seeds(folder: Path) -> list[bytes]:
@@ -241,13 +235,13 @@ def _tokenizer_seeds(folder: Path) -> list[bytes]:
 
 
 def _read_tokenizer(folder: Path, data: bytes) -> None:
-    tokenizer = open_tokenizer(_put(folder, "tokenizer.json", data))
+    tokenizer = open_tokenizer(put(folder, "tokenizer.json", data))
     tokenizer.decode(tokenizer.encode("abba"))
 
 
 def _read_settings(folder: Path, data: bytes) -> None:
-    _put(folder, "tokenizer.json", _tokenizer_seeds(folder)[0])
-    _put(folder, "tokenizer_config.json", data)
+    put(folder, "tokenizer.json", _tokenizer_seeds(folder)[0])
+    put(folder, "tokenizer_config.json", data)
     tokenizer: Any = open_tokenizer(folder)
     tokenizer.encode("ab")
     if tokenizer.template is not None:
@@ -269,7 +263,7 @@ def _rank_file_seeds(folder: Path) -> list[bytes]:
 
 
 def _read_rank_file(folder: Path, data: bytes) -> None:
-    tokenizer = open_tokenizer(_put(folder, "x.tiktoken", data), pattern="gpt2")
+    tokenizer = open_tokenizer(put(folder, "x.tiktoken", data), pattern="gpt2")
     tokenizer.decode(tokenizer.encode("abba"))
 
 
@@ -306,7 +300,7 @@ def _npy(array: np.ndarray) -> bytes:
 
 
 def _read_npy(folder: Path, data: bytes) -> None:
-    opened = shards.open_tokens(_put(folder, "x.npy", data))
+    opened = shards.open_tokens(put(folder, "x.npy", data))
     opened.read(0, min(opened.num_tokens, 50))
 
 
@@ -321,114 +315,26 @@ _LLAMA = {
 
 
 def _read_hub_config(folder: Path, data: bytes) -> None:
-    _put(folder, "config.json", data)
+    put(folder, "config.json", data)
     hub.read_config(folder)
 
 
 def _read_run(folder: Path, data: bytes) -> None:
     (folder / "run").mkdir(exist_ok=True)
-    _put(folder, "run/config.toml", _TOML)
-    _put(folder, "run/metrics.jsonl", data)
+    put(folder, "run/config.toml", _TOML)
+    put(folder, "run/metrics.jsonl", data)
     records.compare([folder / "run"])
-
-
-def _hardware_seeds(folder: Path) -> list[bytes]:
-    ranks = tuple(RankRates(i, "h", "cpu", {"memory": 1e9}) for i in range(2))
-    links = (LinkTimes("dp", "psum", ((0, 1),), (1024, 4096), ((1e-5, 1e-4),)),)
-    Measurement("dp=2", ranks, links, {"torch": "2.13"}, 1.0).save(folder / "seed.json")
-    return [(folder / "seed.json").read_bytes()]
-
-
-def _read_hardware(folder: Path, data: bytes) -> None:
-    found = Measurement.load(_put(folder, "hardware.json", data))
-    found.slow()
-
-
-def _read_machine(folder: Path, data: bytes) -> None:
-    found = hardware(_put(folder, "machine.toml", data))
-    found.matmul_seconds(128, 128, 128)
 
 
 def _json(value: Any) -> Callable[[Path], list[bytes]]:
     return lambda folder: [json.dumps(value).encode()]
 
 
-def _bytes(*found: bytes) -> Callable[[Path], list[bytes]]:
+def given(*found: bytes) -> Callable[[Path], list[bytes]]:
     return lambda folder: list(found)
 
 
-_LAUNCH = b"""#!/bin/bash
-#SBATCH --nodes=2
-NODES=${SLURM_NNODES:-"2"}; W=$(( $NODES*8 ))
-A=(--num-layers 2 --hidden-size 64 # c
-  --num-attention-heads 4 "--seq-length 16" --max-position-embeddings 16)
-export A+=(--bf16) B="--moe-layer-freq ([0]*1+[1]*1) --num-experts 4"
-C="--lr ${RATE:-3e-4} --min-lr 1e-5"
-cd "$PWD" && torchrun --nproc_per_node=8 --nnodes $NODES pretrain_gpt.py ${A[@]} $B $C \\
-  --micro-batch-size 1 --global-batch-size 16 --train-iters 9 --vocab-size 99 --mock-data 2>&1 | tee x
-"""
-_BRIDGE = b"""model: {_target_: a.GPTModelProvider, num_layers: 2, hidden_size: 64, num_attention_heads: 4,
-  activation_func: {_target_: torch.nn.functional.silu}, gated_linear_unit: true, vocab_size: 99,
-  seq_length: 16, max_position_embeddings: 16, normalization: RMSNorm, window_size: [7, 0]}
-train: {train_iters: 9, global_batch_size: 16, micro_batch_size: 1, rampup_batch_size: [4, 4, 16]}
-optimizer: {lr: 3.0e-4, min_lr: 1e-5, betas: [0.9, 0.95]}
-mixed_precision: bf16_mixed
-"""
-
-
-def _migrate(name: str) -> Callable[[Path, bytes], object]:
-    return lambda folder, data: str(migrate(_put(folder, name, data)))
-
-
 _METRICS = b'{"step": 1, "loss": 2.5, "grad_norm": 1.0, "tokens": 64, "eval": {"x": {"loss": 1}}}\n'
-
-_MEGATRON_LOG = b"""  seq_length ...................................... 16
- iteration       10/      40 | consumed samples: 40 | elapsed time per iteration (ms): 500.0 | \
-learning rate: 1.0E-03 | global batch size:     4 | lm loss: 5.5E+00 | grad norm: 1.250 |
- validation loss at iteration 10 | lm loss value: 4.25E+00 | lm loss PPL: 7.0E+01 |
-"""
-
-
-def _read_log(folder: Path, data: bytes) -> object:
-    return read_log(_put(folder, "x.log", data))
-
-
-def _megatron_seeds(folder: Path) -> list[bytes]:
-    """The metadata of a `torch_dist` checkpoint that torch.distributed.checkpoint has written."""
-    out, x = torch.arange(8.0).view(4, 2), torch.arange(10.0, 16.0).view(2, 3)
-    tensors = {"output_layer.weight": out, "decoder.layers.mlp.x": x}
-    bucket = torch.zeros(195)  # two ranks' rows, and two layers
-    for at, part in enumerate((*out.flatten().split(4), *x)):
-        bucket[64 * at : 64 * at + len(part)] = part
-    tensors |= {
-        f"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.{key}": bucket
-        for key in ("param", "exp_avg", "exp_avg_sq")
-    }
-    made = folder / "megatron"
-    dcp.save(tensors, checkpoint_id=str(made), no_dist=True)
-    args = {"tensor_model_parallel_size": 2, "swiglu": True}
-    torch.save({"iteration": 1, "args": args}, made / COMMON)
-    return [(made / METADATA).read_bytes()]
-
-
-def _read_megatron(folder: Path, data: bytes) -> None:
-    _put(folder / "megatron", METADATA, data)
-    opened = open_checkpoint(folder / "megatron")
-    for name, (shape, _) in opened.weights.shapes().items():
-        opened.weights.read(name, [slice(0, size) for size in shape])
-    tensors.read_state(opened)
-
-
-def _pickle_seeds(folder: Path) -> list[bytes]:
-    del folder
-    made = io.BytesIO()
-    torch.save({"args": argparse.Namespace(lr=0.1), "w": torch.ones(3, 2)}, made)
-    return [made.getvalue()]
-
-
-def _read_pickle(folder: Path, data: bytes) -> None:
-    read_pickle(_put(folder, "x.pt", data), 0, len(data))
-
 
 TARGETS: dict[str, Target] = {
     "safetensors": Target(_safetensors_seeds, _read_safetensors),
@@ -436,47 +342,40 @@ TARGETS: dict[str, Target] = {
     "hub config": Target(_json(_LLAMA), _read_hub_config),
     "idx": Target(_idx_seeds, _read_idx),
     "record": Target(_record_seeds, _read_record),
-    "npy": Target(_bytes(_npy(np.arange(9, dtype=np.uint16))), _read_npy),
-    "toml": Target(_bytes(_TOML), _read_config("x.toml")),
-    "yaml": Target(_bytes(_YAML), _read_config("x.yaml")),
+    "npy": Target(given(_npy(np.arange(9, dtype=np.uint16))), _read_npy),
+    "toml": Target(given(_TOML), _read_config("x.toml")),
+    "yaml": Target(given(_YAML), _read_config("x.yaml")),
     "program": Target(_program_seeds, _text(parse)),
-    "schedule": Target(_bytes(_TABLE), _text(Schedule.parse)),
-    "layout": Target(_bytes(b"E|t*2|t|tt|L"), _text(lambda text: parse_layout(text, 5, 2))),
+    "schedule": Target(given(_TABLE), _text(Schedule.parse)),
+    "layout": Target(given(b"E|t*2|t|tt|L"), _text(lambda text: parse_layout(text, 5, 2))),
     "recipe": Target(
-        _bytes(b"fprop=e4m3@row*e4m3@row dgrad=high wgrad=high first=1"), _text(Recipe.parse)
+        given(b"fprop=e4m3@row*e4m3@row dgrad=high wgrad=high first=1"), _text(Recipe.parse)
     ),
-    "machine": Target(_bytes(hardware("h100").to_toml().encode()), _read_machine),
-    "mesh": Target(_bytes(b"dp=2,tp=4"), _text(ft.Mesh.parse)),
+    "mesh": Target(given(b"dp=2,tp=4"), _text(ft.Mesh.parse)),
     "groups": Target(
-        _bytes(b"embed lr=0.1; blocks/*/router/* lr=0.5 decay=0"),
+        given(b"embed lr=0.1; blocks/*/router/* lr=0.5 decay=0"),
         _text(
             lambda text: optim.make_optimizer(
                 optim.OptimizerConfig("sgd", groups=text), 0.1, defs={}
             )
         ),
     ),
-    "megatron metadata": Target(_megatron_seeds, _read_megatron),
-    "megatron pickle": Target(_pickle_seeds, _read_pickle),
     "manifest": Target(_manifest_seeds, _read_manifest),
     "tokenizer": Target(_tokenizer_seeds, _read_tokenizer),
     "tokenizer settings": Target(_settings_seeds, _read_settings),
     "rank file": Target(_rank_file_seeds, _read_rank_file),
     "jsonl": Target(
-        _jsonl_seeds, lambda folder, data: _refuse_first(read_jsonl(_put(folder, "x.jsonl", data)))
+        _jsonl_seeds, lambda folder, data: _refuse_first(read_jsonl(put(folder, "x.jsonl", data)))
     ),
     "chat": Target(
         _chat_seeds,
-        lambda folder, data: _refuse_first(read_conversations([_put(folder, "x.jsonl", data)])),
+        lambda folder, data: _refuse_first(read_conversations([put(folder, "x.jsonl", data)])),
     ),
     "parquet": Target(
         _parquet_seeds,
-        lambda folder, data: _refuse_first(read_parquet(_put(folder, "x.parquet", data))),
+        lambda folder, data: _refuse_first(read_parquet(put(folder, "x.parquet", data))),
     ),
-    "hardware": Target(_hardware_seeds, _read_hardware),
-    "launch line": Target(_bytes(_LAUNCH), _migrate("x.sh")),
-    "launch yaml": Target(_bytes(_BRIDGE), _migrate("x.yaml")),
-    "megatron log": Target(_bytes(_MEGATRON_LOG), _read_log),
-    "metrics": Target(_bytes(_METRICS), _read_run),
+    "metrics": Target(given(_METRICS), _read_run),
 }
 
 _HEADER = b"{'descr': '<u2', 'fortran_order': False, 'shape': (9,,), }"
@@ -497,19 +396,6 @@ FOUND: dict[str, list[bytes]] = {
     "yaml": [b"a: " + b"[" * 1500, b'{"a":' * 1500],
     "hub config": [json.dumps(_LLAMA | {"rope_scaling": {"rope_type": {}}}).encode()],
     "npy": [b"\x93NUMPY\x01\x00v\x00" + _HEADER[:-4].ljust(117) + b"\n" + bytes(18)],
-    "launch line": [
-        b"A=(x y)\n" + b'A+=("${A[@]}" "${A[@]}")\n' * 60 + b"python a.py --bf16 ${A[@]}",
-        b"A=xxxxx\n" + b"A=$A$A\n" * 60 + b"python a.py --bf16 $A",
-        b"f() { f; f; f; f; f; f; f; f; }\nf\npython a.py --bf16",
-        b"A=$(( " + b"9**" * 5000 + b"9 ))\npython a.py --num-layers $A",
-    ],
-    "launch yaml": [
-        b"a: &a [x,x,x,x,x,x]\n"
-        + b"".join(
-            b"%c: &%c [%s*%c]\n" % (c, c, b"*%c, " % (c - 1) * 9, c - 1) for c in range(98, 110)
-        ),
-        b"a: &a [*a]\n",
-    ],
     "layout": [b"t*2|*" + b"8" * 25, b"(t*1000)*1000000|t", b"t*" + b"9" * 5000],
     "program": [_program(f"f32[{n}]") for n in ("2" * 130, "9" * 5000, "4294967296,4294967296")],
     "manifest": [
@@ -529,6 +415,17 @@ FOUND: dict[str, list[bytes]] = {
     ],
 }
 """Inputs that once were neither read nor refused, by target."""
+
+
+def find_tables() -> tuple[dict[str, Target], dict[str, list[bytes]]]:
+    """`TARGETS` and `FOUND`, with those of the applications that are there."""
+    targets, found = dict(TARGETS), dict(FOUND)
+    for path in sorted(Path(__file__).parent.glob("apps/*/parsers.py")):
+        own = importlib.import_module(f"tests.apps.{path.parent.name}.parsers")
+        targets |= own.TARGETS
+        found |= own.FOUND
+    return targets, found
+
 
 _BYTES = (b"\0", b"\xff", b"-", b"9", b'"', b"{", b"[", b"}", b"]", b",", b":", b"\n", b"..", b"/")
 _VALUES = (
@@ -636,9 +533,9 @@ def _short() -> str:
     return "".join(traceback.format_exc().splitlines(keepends=True)[-14:])
 
 
-def failures(name: str, count: int, seed: int = 0) -> Iterator[tuple[bytes, str]]:
+def failures(target: Target, count: int, seed: int = 0) -> Iterator[tuple[bytes, str]]:
     """The inputs of `count` that fail, each way once."""
-    target, draw, seen = TARGETS[name], random.Random(seed), set()
+    draw, seen = random.Random(seed), set()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         seeds = target.seeds(folder)
@@ -654,13 +551,12 @@ def failures(name: str, count: int, seed: int = 0) -> Iterator[tuple[bytes, str]
                 yield data, text
 
 
-def guided(name: str, count: int) -> None:
+def guided(target: Target, count: int) -> None:
     """Have atheris make the inputs, which keeps those that reach new code; raises at a failure."""
     atheris: Any = importlib.import_module("atheris")
     for found in gc.get_objects():
         if isinstance(found, FunctionType) and str(found.__module__).startswith("functron."):
             atheris.instrument_func(found)
-    target = TARGETS[name]
     with tempfile.TemporaryDirectory() as made:
         folder, corpus = Path(made) / "work", Path(made) / "corpus"
         folder.mkdir()
@@ -682,16 +578,17 @@ def main(arguments: Sequence[str]) -> int:
     """Print the inputs that fail; the exit code is 1 if there are any."""
     words = [word for word in arguments if word != "--guided"]
     count = int(words.pop()) if words and words[-1].isdigit() else 2000
+    targets, _ = find_tables()
     if "--guided" in arguments:
-        guided(words[0], count)
+        guided(targets[words[0]], count)
         return 0
     bad = 0
-    for name in words or TARGETS:
+    for name in words or targets:
         if name == "parquet" and importlib.util.find_spec("pyarrow") is None:
             print("parquet: left out, for pyarrow is not installed")
             continue
         began = time.perf_counter()
-        found = list(failures(name, count))
+        found = list(failures(targets[name], count))
         print(f"{name}: {len(found)} of {count} ({time.perf_counter() - began:.0f} s)", flush=True)
         for data, text in found:
             print(f"    {data[:400]!r}\n{text}")

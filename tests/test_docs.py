@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import functron
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,6 +58,7 @@ def code_of(path: Path) -> str:
     return "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
 
 
+@pytest.mark.applications("planner", "zoo")
 def test_public_names_have_sentences():
     problems = []
     for path, value in public_names().items():
@@ -68,6 +71,7 @@ def test_public_names_have_sentences():
     assert problems == []
 
 
+@pytest.mark.applications("planner", "zoo")
 def test_public_names_have_examples():
     """Code that runs in CI uses each: a notebook, an example, the README or a test."""
     files = [ROOT / "README.md", *ROOT.glob("examples/*.py"), *ROOT.glob("notebooks/*.ipynb")]
@@ -148,6 +152,7 @@ def test_references_in_sources_resolve():
     assert problems == []
 
 
+@pytest.mark.applications("guard", "megatron", "planner", "zoo")
 def test_references_in_texts_resolve():
     """Those of functron's own names, in Markdown and in the cells of notebooks."""
     problems = []

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRETRAIN = ROOT / "examples" / "pretrain_gpt.py"
 BERT = ROOT / "examples" / "pretrain_bert.py"
 ON_DISK = ROOT / "examples" / "pretrain_on_disk.py"
+ZOO = pytest.mark.applications("zoo")
 SMALL_BERT = ("--seq", "32", "--global-batch", "8", "--steps", "3")
 SMALL = ("--model", "llama3-tiny", "--seq", "32", "--global-batch", "4", "--steps", "12")
 
@@ -81,7 +82,9 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize("script", AXES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script", [PRETRAIN, pytest.param(BERT, marks=ZOO)], ids=lambda path: path.stem
+)
 def test_runs_on_every_axis_that_it_promises(script, monkeypatch, capsys):
     promised = script.read_text().split('"""')[1]
     axes = set(AXES[script])
@@ -101,6 +104,10 @@ def test_runs_on_every_axis_that_it_promises(script, monkeypatch, capsys):
 def test_a_mesh_that_is_not_promised_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"pipeline\.gradients"):
         call(PRETRAIN, monkeypatch, capsys, *TINY, "--mesh", "pp=2")
+
+
+@ZOO
+def test_a_mesh_that_berts_example_does_not_promise_is_refused(monkeypatch, capsys):
     with pytest.raises(ValueError, match="cannot run on this mesh"):
         call(BERT, monkeypatch, capsys, *TINY, "--mesh", "cp=2")
 
@@ -135,6 +142,7 @@ def test_too_few_processes_is_a_taught_error(torchrun):
     assert "torchrun --nproc-per-node 4" in done.stderr
 
 
+@ZOO
 @pytest.mark.distributed
 def test_bert_on_processes_gives_the_losses_of_one(torchrun):
     mesh = ("--mesh", "fsdp=2,tp=2", "--sequence-parallel")

@@ -69,14 +69,16 @@ def imports_of(text: str, modules: Container[str]) -> dict[str, int]:
     return found
 
 
-def statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
+def statements(body: Sequence[ast.AST], *, into_functions: bool = True) -> Iterator[ast.AST]:
     """All statements, at any depth; expressions, which hold no imports, are not walked."""
     for node in body:
         yield node
+        if isinstance(node, ast.FunctionDef) and not into_functions:
+            continue
         for part in ("body", "orelse", "finalbody", "handlers", "cases"):
             inner = getattr(node, part, None)
             if isinstance(inner, list):
-                yield from statements(inner)
+                yield from statements(inner, into_functions=into_functions)
 
 
 def room(module: str) -> str:
@@ -171,7 +173,7 @@ def test_applications_do_not_meet(imports):
 
 def test_the_table_has_every_application():
     folders = {path.name for path in (ROOT / "apps").iterdir() if (path / "__init__.py").is_file()}
-    assert folders == {*APPLICATIONS}
+    assert folders <= {*APPLICATIONS}  # any may be left out
 
 
 @pytest.mark.parametrize(
@@ -187,6 +189,69 @@ def test_an_application_in_the_library_is_found(text):
     assert len(names_of_applications(text)) == 1
 
 
+def needs_of_tests(tests: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
+    """Imports of an application or its tests, as a test outside of that application is imported.
+
+    What functions import is fine: a test that is marked ``applications`` is skipped without it.
+
+    Args:
+        tests: by path below tests/, the text.
+        names: of `functron` that are in an application, and the module of each.
+    """
+    found = []
+    for path, text in tests.items():
+        own = path.split("/")[1] if path.startswith("apps/") else ""
+        for node in statements(ast.parse(text).body, into_functions=False):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for module in modules:
+                _, _, below = names.get(module, module).partition(".apps.")
+                name = below.partition(".")[0]
+                if name in APPLICATIONS and name != own:
+                    found.append(f"{path}:{node.lineno} imports {module}")
+    return found
+
+
+def test_tests_need_the_applications_that_they_are_of():
+    """So that an application goes with its folder and its tests, and all others stay green."""
+    tests = Path(__file__).parent
+    texts = {path.relative_to(tests).as_posix(): path.read_text() for path in tests.rglob("*.py")}
+    assert needs_of_tests(texts, public_names_of_applications()) == []
+
+
+def public_names_of_applications() -> dict[str, str]:
+    code = ast.parse((ROOT / "__init__.py").read_text())
+    return {
+        f"functron.{alias.asname or alias.name}": f"{node.module}.{alias.name}"
+        for node in statements(code.body)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("functron.apps")
+        for alias in node.names
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "found"),
+    [
+        ("nn/test_x.py", "from functron.apps import planner", ["functron.apps.planner"]),
+        ("nn/test_x.py", "if x:\n    import functron.apps.zoo.bert", ["functron.apps.zoo.bert"]),
+        ("test_x.py", "from functron import bert, gpt, plan", ["functron.bert", "functron.plan"]),
+        ("cli/test_x.py", "from tests.apps.zoo import tiny", ["tests.apps.zoo.tiny"]),
+        ("apps/guard/test_x.py", "from tests.apps.zoo import tiny", ["tests.apps.zoo.tiny"]),
+        ("apps/test_x.py", "import functron.apps.guard", ["functron.apps.guard"]),
+        ("apps/guard/test_x.py", "from functron.apps.guard import faults", []),
+        ("nn/test_x.py", "from functron.apps import APPLICATIONS", []),
+        ("nn/test_x.py", "def test_x():\n    from functron.apps import zoo", []),
+    ],
+)
+def test_a_test_that_needs_an_application_is_found(path, text, found):
+    lines = needs_of_tests({path: text}, public_names_of_applications())
+    assert [line.partition(" imports ")[2] for line in lines] == found
+
+
 _WITHOUT = """
 import sys
 import tempfile
@@ -198,14 +263,15 @@ class Blocker:
         if name.startswith("functron.apps."):
             raise ModuleNotFoundError(name, name=name)
 
-assert {command for each in apps.APPLICATIONS.values() for command in each} <= COMMANDS.keys()
+commands = {command for each in apps.APPLICATIONS.values() for command in each}
+assert commands - apps.missing_commands().keys() <= COMMANDS.keys()
 above = ("functron.apps", "functron.cli", "functron.training")
 for name in [name for name in sys.modules if name.startswith(above)]:
     del sys.modules[name]
 sys.meta_path.insert(0, Blocker())
 from functron import apps
 from functron.cli.main import COMMANDS, main
-assert not {command for each in apps.APPLICATIONS.values() for command in each} & COMMANDS.keys()
+assert not commands & COMMANDS.keys()
 assert main(["params", "--model", "tiny"]) == 0
 assert main(["doctor", "--nproc", "1"]) == 2
 small = ["train", "--model", "llama3-tiny", "--seq", "8", "--global-batch", "2", "--format", "mock"]
@@ -237,6 +303,8 @@ assert not [name for name in list_presets() if name.startswith(("bert", "t5", "m
 assert main([*small, "--model", "bert-tiny", "--dry-run"]) == 2
 assert main([*small, "--mamba.pattern", "M", "--dry-run"]) == 2
 assert "llama" in hub.FORMATS and "bert" not in hub.FORMATS
+import functron
+assert not hasattr(functron, "bert") and hasattr(functron, "gpt")
 """
 
 

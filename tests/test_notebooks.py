@@ -80,7 +80,26 @@ SHORTER = {
 }
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+APPLICATIONS = {
+    "07_data_and_models": "zoo",
+    "10_faults": "guard",
+    "11_a_trillion_parameters": "planner",
+    "12_partition_a_module": "planner",
+    "13_from_megatron": "megatron",
+}
+"""The application that a notebook is about or uses."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.applications(APPLICATIONS[path.stem]))
+        if path.stem in APPLICATIONS
+        else path
+        for path in NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_runs(path, torchrun, readers, request):
     """To the end, with few steps of training; with ``--full`` as it is."""
     changes = [] if request.config.getoption("--full") else SHORTER.get(path.stem, [])

@@ -11,21 +11,23 @@ import pytest
 
 from tests import parsers
 
+TARGETS, FOUND = parsers.find_tables()
 
-@pytest.mark.parametrize("name", parsers.TARGETS)
+
+@pytest.mark.parametrize("name", TARGETS)
 def test_damaged_inputs_are_read_or_refused(name, request):
     if name == "parquet" and importlib.util.find_spec("pyarrow") is None:
         pytest.skip("pyarrow is not installed")
     count = 2000 if request.config.getoption("--full") else 60
-    lines = [f"{data[:200]!r}\n{text}" for data, text in parsers.failures(name, count)]
+    lines = [f"{data[:200]!r}\n{text}" for data, text in parsers.failures(TARGETS[name], count)]
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", parsers.FOUND)
+@pytest.mark.parametrize("name", FOUND)
 def test_what_once_failed(name, tmp_path):
-    target = parsers.TARGETS[name]
+    target = TARGETS[name]
     target.seeds(tmp_path)
-    for data in parsers.FOUND[name]:
+    for data in FOUND[name]:
         with pytest.raises(ValueError, match="wanted"):
             target.read(tmp_path, data)
 

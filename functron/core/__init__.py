@@ -43,10 +43,16 @@ class _LazyPackage(ModuleType):
         if name.startswith("__") or name not in _places(self.__name__):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         module, original = _places(self.__name__)[name]
-        if module == self.__name__:
-            value = importlib.import_module(f"{module}.{original}")
-        else:  # as the statement would: `original` may be a module in a package
-            value = getattr(__import__(module, fromlist=[original]), original)
+        try:
+            if module == self.__name__:
+                value = importlib.import_module(f"{module}.{original}")
+            else:  # as the statement would: `original` may be a module in a package
+                value = getattr(__import__(module, fromlist=[original]), original)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise  # what that module imports
+            left_out = f"{error.name} is not there: restore its folder, or do without this name"
+            raise AttributeError(f"{self.__name__}.{name}: {left_out}") from None
         self.__dict__[name] = value  # it is not asked for again
         return value
 

@@ -404,7 +404,7 @@ def best(x: Tensor, num: int, ties: Tensor | None = None) -> Tensor:
     Ties go to the largest of `ties`, finite numbers, and then to the first.
 
     One maximum after the other: a third of the time of a stable sort for the few experts of a
-    token, and unlike `topk` with defined ties.
+    token, and unlike `torch.topk` with defined ties.
     """
     found = []
     while len(found) < num:

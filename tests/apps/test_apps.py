@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from functron import apps
-from functron.apps.megatron import make_format
 from functron.core.errors import list_plugins
 from functron.data import IndexedWriter
 from functron.models.family import families
@@ -19,6 +18,8 @@ from functron.training.data import open_samples
 
 ROOT = Path(__file__).parents[2] / "functron"
 NAMES = sorted(path.name for path in (ROOT / "apps").iterdir() if (path / "__init__.py").is_file())
+
+MEGATRON = pytest.mark.applications("megatron")
 
 
 @pytest.fixture
@@ -33,6 +34,7 @@ def make_config(data: str, order: str):
     return configure(data=data, order=order, seq=8, global_batch=4, steps=5, seed=3)
 
 
+@MEGATRON
 def test_an_order_has_a_name_or_is_a_function(data, tmp_path, monkeypatch):
     """Of functron's table, of another distribution, or of one's own; files keep what was given."""
     target = apps.PLUGINS["functron.sample_orders"]["megatron"]
@@ -52,21 +54,24 @@ def test_an_order_has_a_name_or_is_a_function(data, tmp_path, monkeypatch):
         open_samples(make_config(data, "megatro"))
 
 
+@MEGATRON
 def test_others_are_read_where_the_table_lacks_a_name(monkeypatch):
-    entry = EntryPoint("mine", "functron.apps.megatron.runs:make_format", "functron.formats")
+    target = apps.PLUGINS["functron.formats"]["megatron"]
+    entry = EntryPoint("mine", target, "functron.formats")
     asked = []
 
     def entry_points(group):
         asked.append(group)
         return [entry] if group == "functron.formats" else []
 
-    make_format()  # what it imports looks for others
+    entry.load()()  # what it imports looks for others
     monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
     assert apps.load_plugins("functron.formats", "megatron").keys() == {"megatron"}
     assert asked == []
     assert apps.load_plugins("functron.formats", "mine", "none").keys() == {"megatron", "mine"}
 
 
+@pytest.mark.applications("zoo")
 def test_what_was_left_out_is_not_listed(monkeypatch):
     group = "functron.families"
     assert list_plugins(group) == apps.PLUGINS[group]

@@ -58,7 +58,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from functron import Mesh, tree
 from functron.checkpoint import memory as room
-from functron.apps.guard.faults import flip_file
+from tests.damage import flip_bit
 
 dist.init_process_group("gloo")
 mesh = Mesh(dp=2, tp=2).bind()
@@ -108,12 +108,12 @@ dist.barrier()
 
 # one bit of a rank's own state: the neighbour's copy is taken
 if rank == 2:
-    flip_file(machines[2] / "rank-2" / "8-of-2", 5000, 3)
+    flip_bit(machines[2] / "rank-2" / "8-of-2", 5000, 3)
 dist.barrier()
 check(begin(), 8)
 # and of that too: there is nothing to go on from
 if rank == 0:
-    flip_file(machines[0] / "rank-0" / "8-of-2", 700, 1)
+    flip_bit(machines[0] / "rank-0" / "8-of-2", 700, 1)
 dist.barrier()
 assert begin().newest(at_least=1) is None
 there.forget()

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from functron import checkpoint, tree
-from functron.apps.guard.faults import flip_file
 from functron.cli import launch, plan
 from functron.cli import main as commands
 from functron.cli import options as parsing
@@ -22,7 +21,9 @@ from functron.cli.process import Process
 from functron.core.settings import names_with_tag, settings_of
 from functron.training import run_folder
 from functron.training.config import TrainConfig
+from tests.damage import flip_bit
 
+GUARD, PLANNER, ZOO = map(pytest.mark.applications, ("guard", "planner", "zoo"))
 SMALL = [
     "--data", argparse.__file__, "--seq", "16", "--global-batch", "4", "--gpt.num-layers", "2",
     "--gpt.embed-dim", "32", "--gpt.num-heads", "4", "--gpt.num-kv-heads", "2",
@@ -69,7 +70,7 @@ def test_tokens_are_verified_too(tmp_path, capsys):
     capsys.readouterr()
     assert main(["checkpoint", "verify", f"{out}.bin"]) == 0
     assert capsys.readouterr().out == f"{out}.bin: no damage found\n"
-    flip_file(Path(f"{out}.bin"), 3, 0)
+    flip_bit(Path(f"{out}.bin"), 3, 0)
     assert main(["checkpoint", "verify", str(out)]) == 2
     assert f"{out}.bin, offsets 0 to 31: got other bytes" in capsys.readouterr().err
     Path(f"{out}.json").unlink()
@@ -100,6 +101,7 @@ def test_a_run_becomes_a_hugging_face_model_and_a_run_that_trains(trained, tmp_p
     assert record["loss"] < last["loss"] + 0.2
 
 
+@pytest.mark.applications("megatron")
 def test_what_cannot_be_converted(trained, tmp_path, capsys):
     assert main(["convert", str(trained), f"hf:{tmp_path / 'x'}"]) == 2
     assert "wanted hf:PATH, megatron:PATH or run:PATH" in capsys.readouterr().err
@@ -176,6 +178,7 @@ OF_STEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.applications("guard", "zoo")
 def test_which_settings_are_of_steps():
     """Those of which functron trace and params show something, and no others."""
     for tag, wanted in (("shapes", OF_SHAPES), ("step", OF_STEPS)):
@@ -196,24 +199,30 @@ def test_which_settings_are_of_steps():
         ("doctor --device cpu", "device"),
         ("doctor --out hardware.json", "out"),
         ("doctor --nproc 1 --largest-bytes 4096", "largest_bytes"),
-        ("plan --optimizer.mu-dtype int8", "optimizer.mu_dtype"),
-        ("plan --optimizer.offload", "optimizer.offload"),
-        ("plan --gpt.dtype float32", "gpt.dtype"),
-        ("plan --optimizer.momentum 0.9", "optimizer.momentum"),
-        ("plan --precision bf16 --precisions bf16,fp8-block", "precision"),
-        ("plan --precisions bf16 --fix precision=bf16", "precisions"),
-        ("plan --model gpt2-tiny --gpt.rope-theta 10000.0", "gpt.rope_theta"),
+        pytest.param("plan --optimizer.mu-dtype int8", "optimizer.mu_dtype", marks=PLANNER),
+        pytest.param("plan --optimizer.offload", "optimizer.offload", marks=PLANNER),
+        pytest.param("plan --gpt.dtype float32", "gpt.dtype", marks=PLANNER),
+        pytest.param("plan --optimizer.momentum 0.9", "optimizer.momentum", marks=PLANNER),
+        pytest.param(
+            "plan --precision bf16 --precisions bf16,fp8-block", "precision", marks=PLANNER
+        ),
+        pytest.param("plan --precisions bf16 --fix precision=bf16", "precisions", marks=PLANNER),
+        pytest.param(
+            "plan --model gpt2-tiny --gpt.rope-theta 10000.0", "gpt.rope_theta", marks=PLANNER
+        ),
         ("trace --data x", "data"),
         ("trace --save-every 3", "save_every"),
         ("trace --optimizer.fp32-masters", "optimizer.fp32_masters"),
         ("trace --zero 1", "zero"),
         ("trace --chunks 2", "chunks"),
         ("trace --no-zigzag", "zigzag"),
-        ("trace --anomalies.window 5", "anomalies.window"),
-        ("trace --anomalies.on-spike stop", "anomalies.on_spike"),
-        ("trace --model bert-tiny --loss-chunk-tokens 64", "loss_chunk_tokens"),
-        ("trace --model bert-tiny --gpt.num-layers 7", "gpt.num_layers"),
-        ("params --model t5-tiny --gpt.norm rms", "gpt.norm"),
+        pytest.param("trace --anomalies.window 5", "anomalies.window", marks=GUARD),
+        pytest.param("trace --anomalies.on-spike stop", "anomalies.on_spike", marks=GUARD),
+        pytest.param(
+            "trace --model bert-tiny --loss-chunk-tokens 64", "loss_chunk_tokens", marks=ZOO
+        ),
+        pytest.param("trace --model bert-tiny --gpt.num-layers 7", "gpt.num_layers", marks=ZOO),
+        pytest.param("params --model t5-tiny --gpt.norm rms", "gpt.norm", marks=ZOO),
         ("params --seq 64", "seq"),
         ("params --zero 1 --mesh dp=2", "zero"),
         ("params --products fp8-row", "products"),
@@ -246,10 +255,10 @@ def test_a_name_is_asked_for_where_texts_have_one(tmp_path, capsys):
         "params --model llama3-tiny --mesh fsdp=2 --precision bf16",
         "params --zero 3 --mesh dp=2 --gpt.num-layers 4 --gpt.dropout 0.1",
         "trace --schedule 1f1b --context ring --gather use --chunks 0 --zero 0 --seq 32",
-        "trace --model t5-tiny --seq 32 --mask-rate 0.2",
+        pytest.param("trace --model t5-tiny --seq 32 --mask-rate 0.2", marks=ZOO),
         "trace --seq 32 --pack best-fit --learning-rate.peak 1e-3 --steps 5",
         "schedule 1f1b --pp 4 --microbatches 8",
-        "recipe show llama3-8b-8 --sbatch",
+        pytest.param("recipe show llama3-8b-8 --sbatch", marks=[GUARD, PLANNER]),
     ],
 )
 def test_options_that_have_an_effect_or_say_that_there_is_nothing_are_taken(line, monkeypatch):

@@ -25,6 +25,7 @@ from functron.training.convert import convert
 from functron.training.run import prepare
 from functron.training.train import train
 
+GUARD, MEGATRON, PLANNER = map(pytest.mark.applications, ("guard", "megatron", "planner"))
 COMMANDS = [
     "train --out s3://b/run --steps 1",
     "train --out=gs://b/run --dry-run",
@@ -48,16 +49,16 @@ COMMANDS = [
     "sample r --prompt x --tokenizer s3://b",
     "sample --prompt hi s3://b/run",
     "sample --prompt=hi s3://b/run",
-    "plan --out s3://b/plan.toml",
-    "plan hf:s3://b/m",
-    "plan --picture s3://b/p.svg",
-    "plan --timeline s3://b/p.json",
+    pytest.param("plan --out s3://b/plan.toml", marks=PLANNER),
+    pytest.param("plan hf:s3://b/m", marks=PLANNER),
+    pytest.param("plan --picture s3://b/p.svg", marks=PLANNER),
+    pytest.param("plan --timeline s3://b/p.json", marks=PLANNER),
     "trace s3://b/run",
     "params s3://b/run",
     "compare s3://b/r r --svg gs://b/c.svg",
-    "rerun s3://b/run --step 1",
+    pytest.param("rerun s3://b/run --step 1", marks=GUARD),
     "checkpoint ls s3://b/run",
-    "migrate s3://b/run.sh --out gs://b/c.toml",
+    pytest.param("migrate s3://b/run.sh --out gs://b/c.toml", marks=MEGATRON),
     "upcycle s3://b/r run",
     "preprocess s3://b/x --tokenizer bytes --out gs://b/x",
     "schedule s3://b/table --pp 2 --microbatches 2",
@@ -83,12 +84,16 @@ def test_no_command_takes_such_a_place(line, empty, capsys):
     assert "fix: " in said
 
 
-def test_text_may_speak_of_any_place(empty, capsys):
+@MEGATRON
+def test_variables_of_a_launch_line_may_name_any_place(empty, capsys):
     env = ["--env", "A=1", "DATA=s3://b/x", "LOG=gs://b", "--with", "bf16", "save=s3://b"]
     assert main(["migrate", "gone.sh", *env]) == 2
     assert "a path of this machine" not in capsys.readouterr().err
     assert main(["migrate", *env, "s3://b/run.sh"]) == 2
     assert "argument: got 's3://b/run.sh'" in capsys.readouterr().err
+
+
+def test_text_may_speak_of_any_place(empty, capsys):
     for words in (["--prompt", "read s3://b/x"], ["--prompt=read s3://b/x"]):
         assert main(["sample", "r", *words]) == 2
         assert "a path of this machine" not in capsys.readouterr().err
@@ -117,7 +122,7 @@ def test_the_options_whose_values_are_places_are_known():
     """All that the commands have: fields that are paths, or that configurations say are."""
     kinds = [plan.PlanOptions, store.MigrateOptions, train_command.TrainOptions]
     kinds += [compare.CompareOptions, doctor.DoctorOptions, store.UpcycleOptions]
-    found = {f"--{name.replace('_', '-')}" for name in (*PLACES, "memory_folder")}
+    found = {f"--{name.replace('_', '-')}" for name in (*PLACES, "memory_folder", "slots")}
     for kind in kinds:
         for name, hint in typing.get_type_hints(kind).items():
             if hint in (Path, Path | None):
@@ -125,10 +130,10 @@ def test_the_options_whose_values_are_places_are_known():
     assert found - {"--source", "--run", "--path", "--options"} <= set(_PLACED)
 
 
-PLACES = ("data", "tokenizer", "eval_data", "order_cache", "schedule", "out", "slots")
+PLACES = ("data", "tokenizer", "eval_data", "order_cache", "schedule", "out")
 
 
-@pytest.mark.parametrize("name", [*PLACES, "memory_folder"])
+@pytest.mark.parametrize("name", [*PLACES, "memory_folder", pytest.param("slots", marks=GUARD)])
 def test_no_configuration_has_such_a_place(name, tmp_path):
     with pytest.raises(ValueError, match=f"{name}: got 's3://b/x'; wanted a path of this machine"):
         configure(**{name: "s3://b/x"})

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from functron.apps.guard.faults import flip_file
 from functron.cli.main import main
 from functron.core import tree
 from functron.data import shards
 from functron.data.indexed import IndexedFile, IndexedWriter
 from functron.data.preprocess import PreprocessSettings, preprocess
 from functron.data.shards import open_tokens, verify
+from tests.damage import flip_bit
 from tests.data.chats import WORDS, make_tokenizer, tokenizers
 from tests.data.megatron_bytes import expected
 
@@ -121,11 +121,11 @@ def test_every_flipped_bit_is_noticed(tmp_path, text, folder, kind, monkeypatch)
     assert verify(tokens)
     for file in [*made.targets, made.record] * 30:
         whole = file.read_bytes()
-        flip_file(file, draw.randrange(len(whole)), draw.randrange(8))
+        flip_bit(file, draw.randrange(len(whole)), draw.randrange(8))
         with pytest.raises(ValueError, match="wanted"):
             verify(tokens)
         file.write_bytes(whole)
-    flip_file(made.targets[0], 150, 0)
+    flip_bit(made.targets[0], 150, 0)
     with pytest.raises(ValueError, match=r"offsets 100 to 199: got other bytes"):
         verify(tokens)
 

@@ -42,10 +42,6 @@ def main(full: bool, folders: list[Path]) -> None:
     dist.init_process_group("gloo")
     bound = {name: (mesh.bind(), Rules(table)) for name, (mesh, table) in LAYOUTS.items()}
     for folder in folders:
-        if not isinstance(hub.read_config(folder / "model"), gpt.GPTConfig):
-            check_kind(folder, "tp", bound["tp"][0])
-            check_kind(folder, "fsdp", bound["fsdp"][0])
-            continue
         for name in layouts_of(folder.name, full):
             check_layout(folder, name, *bound[name])
         check_failures(folder, bound["tp"][0])
@@ -68,19 +64,6 @@ def check_layout(folder: Path, name: str, mesh, rules: Rules) -> None:
     options = {"like": folder / "model", "max_shard_bytes": 20_000}
     hub.save(folder / name, config, params, specs=specs, mesh=mesh, **options)
     assert (folder / name / "config.json").is_file()  # on every rank, once it has returned
-    report(f"{name}: ok")
-
-
-def check_kind(folder: Path, name: str, mesh) -> None:
-    """As `check_layout`, of models of other kinds, which say themselves how meshes divide them."""
-    config, params = hub.load_model(folder / "model", mesh=mesh)
-    kind = hub.family_of(config)
-    specs = ft.param_specs(kind.defs(config), kind.rules(config, mesh))
-    together = gather(params, specs, mesh)
-    whole = hub.load(folder / "model", config)
-    assert all(map(torch.equal, tree.leaves(together), tree.leaves(whole)))
-    hub.save(folder / name, config, params, specs=specs, mesh=mesh, like=folder / "model")
-    assert (folder / name / "config.json").is_file()
     report(f"{name}: ok")
 
 

@@ -356,17 +356,22 @@ def test_a_float32_residual_adds_up_what_sublayers_say():
         assert torch.equal(a, b)
 
 
+@pytest.mark.applications("zoo")
+def test_a_recipe_for_what_is_no_gpt_is_refused():
+    bert = with_precision(with_model(TrainConfig(), "bert-tiny"), "bf16")
+    with pytest.raises(ValueError, match="only GPTs have a place for it"):
+        validate(configure(bert, products="mxfp8"))
+
+
 def test_what_no_recipe_can_do_is_refused_before_anything_starts():
     small = with_model(TrainConfig(), "llama3-tiny")
     latent = configure(small, gpt=MODELS["latent"], seq=SEQ)
-    bert = with_precision(with_model(TrainConfig(), "bert-tiny"), "bf16")
     for config, message in (
         (configure(CONFIG, gpt=replace(DENSE, mlp_dim=200), products="fp8-block"), "mlp/up"),
         (
             configure(CONFIG, products="fp8-block", mesh="cp=2"),
             r"tokens \(wgrad\).*multiple of 256.*zigzag",
         ),
-        (configure(bert, products="mxfp8"), "only GPTs have a place for it"),
         (configure(latent, products="nvfp4"), "wanted a recipe that draws none"),
         (configure(small, products="fp8-tensor", lora_rank=4), "with lora_rank"),
         (

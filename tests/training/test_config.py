@@ -84,7 +84,10 @@ def test_a_file_overrides_its_preset_and_that_the_defaults(tmp_path):
     assert load(path, model="llama3-8b").steps == 7
 
 
-@pytest.mark.parametrize("model", ["tiny", "llama3-8b", "mixtral-tiny", "t5-small"])
+T5 = pytest.param("t5-small", marks=pytest.mark.applications("zoo"))
+
+
+@pytest.mark.parametrize("model", ["tiny", "llama3-8b", "mixtral-tiny", T5])
 def test_yaml_there_and_back(tmp_path, model):
     config = with_model(configure(data="x: 1", mesh="dp=2", seed=7, split="969,30,1"), model)
     rate = ScheduleConfig(peak=1e-05, end_fraction=0.0)
@@ -464,7 +467,10 @@ FLAT = sorted((Path(__file__).parent / "flat").glob("*.toml"))
 LATER = {"metrics"}
 """Short names that there were not in 0.1."""
 
+ALL_SECTIONS = pytest.mark.applications("guard", "zoo")
 
+
+@ALL_SECTIONS
 def test_every_name_of_0_1_is_accepted():
     assert {name: path_of(TrainConfig, name) for name in PLACES} == PLACES
     short = {each.name for each in settings_of(TrainConfig) if each.name != each.path}
@@ -483,6 +489,7 @@ def test_every_name_of_0_1_is_accepted():
         assert value_at(made, name) == other
 
 
+@ALL_SECTIONS
 @pytest.mark.parametrize("file", FLAT, ids=lambda file: file.stem)
 def test_files_of_0_1_are_read(file, tmp_path):
     """They say the same as the same file with every setting in the table of its section."""

@@ -216,8 +216,12 @@ def test_a_run_that_overflows_without_end_stops(tmp_path):
     assert len(run_folder.records(tmp_path / "run")) == 2
 
 
+ZOO = pytest.mark.applications("zoo")
+
+
 @pytest.mark.parametrize(
-    ("name", "model"), [*((name, "tiny") for name in POLICIES), ("bf16", "bert-tiny")]
+    ("name", "model"),
+    [*((name, "tiny") for name in POLICIES), pytest.param("bf16", "bert-tiny", marks=ZOO)],
 )
 def test_a_policy_fills_the_options(name, model, tmp_path):
     config = with_precision(with_model(TrainConfig(), model), name)
@@ -234,12 +238,17 @@ def test_a_policy_fills_the_options(name, model, tmp_path):
     validate(config)
 
 
+@ZOO
+def test_on_a_gpu_another_model_is_bf16_too(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert parse_train(["--model", "bert-tiny"]).policy == POLICIES["bf16"]
+
+
 def test_on_a_gpu_it_is_bf16_unless_something_is_asked_for(tmp_path, monkeypatch):
     file = tmp_path / "run.toml"
     assert parse_train([]).policy == POLICIES["float32"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert parse_train([]).policy == POLICIES["bf16"]
-    assert parse_train(["--model", "bert-tiny"]).policy == POLICIES["bf16"]
     assert parse_train(["--device", "cpu"]).policy == POLICIES["float32"]
     assert parse_train(["--precision", "float32"]).policy == POLICIES["float32"]
     assert parse_train(["--gpt.dtype", "float32"]).architecture.dtype == "float32"

@@ -21,8 +21,6 @@ import torch
 
 import functron as ft
 from functron import Mesh, checkpoint, gpt, optim, random, tree
-from functron.apps.guard.anomalies import AnomalyConfig
-from functron.apps.guard.faults import Corrupt, inject
 from functron.checkpoint.restore import read_params
 from functron.cli.main import main
 from functron.cli.train import parse_train
@@ -264,20 +262,6 @@ def test_a_constant_rate_is_given_no_total(tmp_path):
     own = replace(RUN.optimizer, weight_decay_incr_style="linear", end_weight_decay=0.1)
     run_folder.write_config(out, configure(base, steps=2, optimizer=own))
     assert changed(out, global_batch=8, steps=4).learning_rate.total_steps == 8
-
-
-def test_a_rollback_beyond_the_change_takes_its_steps_with_the_batches_of_now(tmp_path):
-    out = tmp_path / "run"
-    base = configure(RUN, ramp_up="", global_batch=4, save_every=2)
-    train(prepare(configure(base, steps=4), Mesh()), out)
-    policy = AnomalyConfig(on_nonfinite="rollback", rollback_steps=2, skip_data=False)
-    config = changed(out, global_batch=8, steps=8, anomalies=policy)
-    made = prepare(config, Mesh(), "cpu", run_folder.newest(out))
-    fault = Corrupt(step=5, leaf="params/embed", element=None)
-    train(replace(made, step=inject(made.step, [fault])), out)
-    assert load(out / run_folder.CONFIG).data.earlier_batches == "2x4"
-    samples = [record["samples"] for record in run_folder.records(out)]
-    assert samples == [4, 8, 16, 24, 32, 40, 48, 56]
 
 
 # --- as a command ---------------------------------------------------------------------------------

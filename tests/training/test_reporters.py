@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from functron.apps.megatron import name_records
 from functron.training import records
 
 RECORDS = [
@@ -55,21 +54,6 @@ def test_tensorboard_has_a_step_once_after_a_kill_and_a_resume(kept, tmp_path):
     wanted += [(s, 100.0 + s) for s in range(kept + 1, 11)]
     assert scalars(tmp_path) == wanted
     del first
-
-
-def test_tensorboard_keeps_what_is_drawn_over_samples(tmp_path):
-    named = name_records(lambda steps: 8 * steps)
-    before = taken(1, 2, 3, 4)
-    with records.tensorboard(tmp_path, named) as write:
-        for record in [*before, *taken(5, 6)]:
-            write(record)
-    with records.tensorboard(tmp_path, named, 4, before) as write:
-        for record in taken(5, 6, 7, loss=100.0):
-            write(record)
-    losses = [1.0, 2.0, 3.0, 4.0, 105.0, 106.0, 107.0]
-    over = list(zip(range(8, 64, 8), losses, strict=True))
-    assert sorted(scalars(tmp_path, "lm loss vs samples")) == over
-    assert scalars(tmp_path, "lm loss") == list(enumerate(losses, 1))
 
 
 def test_wandb_goes_on_with_the_run_that_the_folder_began(tmp_path, monkeypatch):

@@ -119,7 +119,10 @@ def test_the_state_is_updated_in_place(mesh):
 
 @pytest.mark.parametrize(
     ("model", "given"),
-    [("gpt2-tiny", {"mesh": "dp=2,tp=2", "zero": 1}), ("mamba2-hybrid-tiny", {})],
+    [
+        ("gpt2-tiny", {"mesh": "dp=2,tp=2", "zero": 1}),
+        pytest.param("mamba2-hybrid-tiny", {}, marks=pytest.mark.applications("zoo")),
+    ],
     ids=["gpt2", "hybrid"],
 )
 def test_the_host_reads_no_number_of_a_step(model, given):

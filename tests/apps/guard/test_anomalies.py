@@ -23,6 +23,7 @@ from functron.training import records, run_folder
 from functron.training.config import configure, load
 from functron.training.run import prepare
 from functron.training.train import train
+from tests.training.test_ramp_up import RUN, changed
 
 SMALL = [
     "--seq", "16", "--global-batch", "8", "--gpt.num-layers", "2", "--gpt.embed-dim", "16",
@@ -226,6 +227,15 @@ def test_stop_ends_the_run_and_names_the_spike(text, tmp_path, capsys):
     assert len(losses(out)) == step
 
 
+def test_a_loss_that_is_not_finite_is_a_message(tmp_path, capsys):
+    small = ["--model", "llama3-tiny", "--seq", "32", "--steps", "9", "--out", str(tmp_path / "r")]
+    rates = ["--learning-rate.peak", "1e30", "--optimizer.clip-norm", "0"]
+    assert main(["train", *small, *rates]) == 1
+    shown = capsys.readouterr().err
+    assert "wanted a finite number; fix: lower the learning rate" in shown
+    assert "Traceback" not in shown
+
+
 def test_one_too_many_stops(text, tmp_path, capsys):
     out = tmp_path / "run"
     policy = ["--anomalies.on-spike", "lower-rate", *FOUND[:4], "--anomalies.most", 0]
@@ -312,3 +322,32 @@ def test_a_loss_that_is_not_finite_goes_back_too(text, tmp_path):
     assert (
         json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[0])["value"] is None
     )
+
+
+def test_a_rollback_beyond_the_change_takes_its_steps_with_the_batches_of_now(tmp_path):
+    out = tmp_path / "run"
+    base = configure(RUN, ramp_up="", global_batch=4, save_every=2)
+    train(prepare(configure(base, steps=4), Mesh()), out)
+    policy = AnomalyConfig(on_nonfinite="rollback", rollback_steps=2, skip_data=False)
+    config = changed(out, global_batch=8, steps=8, anomalies=policy)
+    made = prepare(config, Mesh(), "cpu", run_folder.newest(out))
+    fault = Corrupt(step=5, leaf="params/embed", element=None)
+    train(replace(made, step=inject(made.step, [fault])), out)
+    assert load(out / run_folder.CONFIG).data.earlier_batches == "2x4"
+    samples = [record["samples"] for record in run_folder.records(out)]
+    assert samples == [4, 8, 16, 24, 32, 40, 48, 56]
+
+
+def test_a_step_without_targets_is_no_part_of_what_is_usual():
+    detector = Detector(AnomalyConfig(minimum=4, threshold=5.0))
+    for step in range(1, 20):
+        record = {
+            "step": step,
+            "loss": 2.0 + 0.01 * (step % 3),
+            "grad_norm": 1.0 + 0.1 * (step % 2),
+        }
+        if step % 2:
+            record |= {"loss": 0.0, "grad_norm": 0.0, "targets": 0}
+        assert detector.find(record) is None
+    assert detector.limit() < math.exp(5)
+    assert detector.find({"step": 20, "loss": 9.0, "grad_norm": 1.0}) is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from functron.apps.guard.anomalies import AnomalyConfig, Verdict, unlike
+from functron.apps.guard.anomalies import TITLES, AnomalyConfig, Verdict, unlike
 from functron.apps.guard.faults import Corrupt, inject
 from functron.cli.main import main
 from functron.models.gpt import GPTConfig
@@ -20,6 +20,7 @@ from functron.training import records, run_folder
 from functron.training.config import configure
 from functron.training.run import prepare
 from functron.training.train import train
+from tests.training.test_without_targets import SHORT, WAYS, write_tokens
 
 GPT = GPTConfig(vocab_size=256, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=2, mlp_dim=16)
 BASE = configure(
@@ -118,6 +119,22 @@ def test_other_samples_are_named(whole, tmp_path, capsys):
         config.replace('skipped_samples = ""', 'skipped_samples = "16:20"')
     )
     assert rerun(capsys, out, "--step", 5)["class"].startswith("other batch")
+
+
+@pytest.mark.parametrize("more", WAYS, ids=str)
+def test_steps_without_targets_are_written_down_and_the_same_again(more, tmp_path, capsys):
+    out, data = tmp_path / "run", write_tokens(tmp_path) / "mixed"
+    more = [*more, "--data", str(data), "--steps", "12", "--out", str(out)]
+    assert main(["train", *SHORT, *more]) == 0
+    empty = [row["step"] for row in run_folder.records(out) if "targets" in row]
+    events = records.read(out / records.EVENTS)
+    assert [(event["step"], event["kind"]) for event in events] == [
+        (step, "no_targets") for step in empty
+    ]
+    capsys.readouterr()
+    assert main(["rerun", str(out), "--step", str(empty[-1]), "--device", "cpu"]) == 0
+    assert "recorded  loss 0.0, gradient norm 0.0\n" in (said := capsys.readouterr().out)
+    assert TITLES["transient"] not in said
 
 
 def test_a_step_that_was_not_taken_is_refused(whole, capsys):

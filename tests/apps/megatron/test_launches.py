@@ -16,6 +16,7 @@ from functron.data.sampling import RampUp
 from functron.training import records, run_folder
 from functron.training.config import configure
 from functron.training.records import compare
+from tests.training.test_reporters import scalars, taken
 
 RECORD = {
     "step": 3, "loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens": 96, "tokens_per_second": 10.0,
@@ -89,6 +90,34 @@ using world size: 8, data-parallel size: 8
  [2026-01-01 11:00:00.000000] iteration       20/      40 | consumed samples:           80 | elapsed time per iteration (ms): 250.0 | learning rate: 9.000000E-04 | global batch size:     4 | lm loss: 4.500000E+00 | loss scale: 1.0 | grad norm: 0.750 |
 7:  iteration       30/      40 | consumed samples:          120 | elapsed time per iteration (ms): 250.0 | learning rate: 8.000000E-04 | global batch size:     4 | loss scale: 1.0 | grad norm: inf |
 """
+
+
+@pytest.mark.parametrize("loss", [0.0, None], ids=["old", "new"])
+def test_a_step_without_targets_has_no_loss(loss, tmp_path):
+    """Its record has 0 in runs from before it had None."""
+    named = name_records(lambda steps: steps)
+    rows = [{"step": 1, "loss": loss, "grad_norm": loss, "tokens": 1, "targets": 0}]
+    rows += [{"step": 2, "loss": 5.0, "grad_norm": 1.0, "tokens": 2}]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = [{name: value for name, value, _ in named(row)} for row in records.read(file)]
+    found = [(each["lm loss"], each["grad-norm"]) for each in values]
+    assert found == [(None, None), (5.0, 1.0)]
+
+
+def test_tensorboard_keeps_what_is_drawn_over_samples(tmp_path):
+    named = name_records(lambda steps: 8 * steps)
+    before = taken(1, 2, 3, 4)
+    with records.tensorboard(tmp_path, named) as write:
+        for record in [*before, *taken(5, 6)]:
+            write(record)
+    with records.tensorboard(tmp_path, named, 4, before) as write:
+        for record in taken(5, 6, 7, loss=100.0):
+            write(record)
+    losses = [1.0, 2.0, 3.0, 4.0, 105.0, 106.0, 107.0]
+    over = list(zip(range(8, 64, 8), losses, strict=True))
+    assert sorted(scalars(tmp_path, "lm loss vs samples")) == over
+    assert scalars(tmp_path, "lm loss") == list(enumerate(losses, 1))
 
 
 def test_logs_are_read(tmp_path):

@@ -121,6 +121,7 @@ def test_mistakes_are_messages(more, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.applications("zoo")
 def test_models_that_are_no_gpts_are_refused(capsys):
     assert main(["plan", "--model", "mamba2-130m"]) == 2
     assert "wanted a GPT; fix: estimate one mesh" in capsys.readouterr().err
@@ -136,14 +137,6 @@ def test_a_model_that_fits_on_no_mesh(capsys):
     assert "GiB too much" in said
     times = int(re.search(r"about (\d+) times as many GPUs", said)[1])
     assert times == pytest.approx(405.9e9 * (2 + 4 + 12) / 8 / (78 * 2**30), abs=1.5)
-
-
-def test_a_command_without_any_option_is_about_the_usual_model(capsys):
-    """4 layers of 4 projections of attention, 3 of feed-forward and 2 norms, and the ends."""
-    assert main(["params"]) == 0
-    layer = 4 * 256 * 256 + 3 * 256 * 1024 + 2 * 256
-    total = 4 * layer + 256 + 2 * 384 * 256
-    assert f"{total:,} parameters" in capsys.readouterr().out
 
 
 def test_help_names_what_can_be_asked(capsys):
@@ -173,16 +166,28 @@ def test_a_run_says_what_was_expected_of_it(tmp_path, capsys):
     assert len(re.findall(r"measured .* the median of steps 5 to 20", said)) == 1
 
 
+def test_what_is_expected_of_a_run_on_this_machine_is_told_before_any_step(capsys):
+    options = ["--model", "llama3-tiny", "--seq", "32", "--lora-rank", "3", "--format", "mock"]
+    assert main(["train", *options, "--device", "cpu", "--dry-run"]) == 0
+    _, _, expected = capsys.readouterr().out.partition("\n\nexpected on ")
+    assert "s a step" in expected
+
+
 def test_a_gpu_that_is_known_needs_no_name(monkeypatch):
     config, name = with_model(TrainConfig(), "llama3-tiny"), "NVIDIA H100 80GB HBM3"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: name)
     machine = own_machine(config, "cuda")
     assert machine is not None
     assert machine.name == "NVIDIA H100 80GB SXM"
-    assert own_machine(with_model(TrainConfig(), "mamba2-130m"), "cuda") is None
     assert own_machine(config, "cpu") is None  # which would have to be measured
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "NVIDIA H100 PCIe")
     assert own_machine(config, "cuda") is None
+
+
+@pytest.mark.applications("zoo")
+def test_the_machine_of_a_model_that_is_no_gpt_is_not_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "NVIDIA H100 80GB HBM3")
+    assert own_machine(with_model(TrainConfig(), "mamba2-130m"), "cuda") is None
 
 
 def test_expected_and_measured_part_where_ranks_wait():
@@ -211,9 +216,10 @@ def test_expected_and_measured_part_where_ranks_wait():
     assert "measured 1.00 GiB" in lines[-1]
 
 
-# --- recipes
+# --- recipes, which have sections of the guard
 
 
+@pytest.mark.applications("guard")
 def test_recipes_are_listed_and_shown(capsys):
     assert main(["recipe", "ls"]) == 0
     said = capsys.readouterr().out
@@ -229,6 +235,7 @@ def test_recipes_are_listed_and_shown(capsys):
     assert "wanted one of" in capsys.readouterr().err
 
 
+@pytest.mark.applications("guard")
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_runs_that_fit(name):
     """On their mesh, by what its ranks hold of the state; all they hold is for --full."""
@@ -256,6 +263,7 @@ def machine_of(name: str) -> str:
     return re.search(r"--hardware (\w+)", read_recipe(name))[1]
 
 
+@pytest.mark.applications("guard")
 @pytest.mark.full  # traces of all layers
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_fit_by_their_traces(name):
@@ -266,6 +274,7 @@ def test_recipes_fit_by_their_traces(name):
     assert found.num_gpus == Mesh.parse(config.parallelism.mesh).size
 
 
+@pytest.mark.applications("guard")
 @pytest.mark.parametrize(
     "name",
     [n if n == "llama3-8b-8" else pytest.param(n, marks=pytest.mark.full) for n in RECIPES],
@@ -279,6 +288,7 @@ def test_recipes_train_as_without_a_mesh_when_they_are_small(name):
         assert list(differences(want, got, TOLERANCES["float32"])) == []
 
 
+@pytest.mark.applications("guard")
 @pytest.mark.parametrize("name", RECIPES)
 def test_scripts_fit_their_recipes(name):
     text = make_job_script(name)
