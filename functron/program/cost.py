@@ -216,9 +216,9 @@ def cost(program: Code) -> Cost:
                 model, whole = model + half * times, whole + needed * times
         accessed += equation_bytes(equation) * times
     traffic: dict[tuple[str, str, Phase], tuple[int, int]] = {}
-    for (*key, payload), (places, _) in _group_by_payload(program).items():
-        count, before = traffic.get(key := tuple(key), (0, 0))
-        traffic[key] = count + len(places), before + payload * len(places)
+    for (axis, op, phase, payload), (places, _) in _group_by_payload(program).items():
+        count, before = traffic.get((axis, op, phase), (0, 0))
+        traffic[axis, op, phase] = count + len(places), before + payload * len(places)
     return Cost(
         program.name,
         model,
