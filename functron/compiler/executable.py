@@ -53,6 +53,7 @@ from functron.program.equations import (
     Var,
     canonical_strides,
     contiguous_strides,
+    span_of,
 )
 from functron.program.interpreter import refuse_derivatives
 from functron.program.overlap import arrange_block
@@ -591,5 +592,4 @@ def _flat_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The elements from a tensor's first to its last in memory, with those between them."""
     if tensor.numel() == 0:
         return tensor.flatten()
-    rows = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.as_strided((1 + sum((size - 1) * step for size, step in rows),), (1,))
+    return tensor.as_strided((span_of(tensor.shape, tensor.stride()),), (1,))

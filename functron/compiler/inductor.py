@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock  # whose patches torch's compiler uses as well
 
 import torch
 import torch._guards as guards
@@ -63,16 +64,8 @@ def directory(path: Path | None) -> Iterator[Path]:
         # what compilers can do is found by compiling, which would be repeated in each new directory
         with config.patch(_vector_options()):
             cpu_vec_isa.valid_vec_isa_list()
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    before = os.environ.get(name)
-    os.environ[name] = str(Path(path).absolute())
-    try:
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(Path(path).absolute())):
         yield Path(cache_dir()) / "functron"
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _vector_options() -> dict[str, Any]:
@@ -108,17 +101,6 @@ def compile_graph(
 
 
 @contextlib.contextmanager
-def _replace_method(owner: type, name: str, method: Callable) -> Iterator[None]:
-    """Put another method into a class of Inductor's inside this with block."""
-    original = getattr(owner, name)
-    setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-@contextlib.contextmanager
 def compile_in_background() -> Iterator[None]:
     """Compile the C++ of graphs in the background of this with block; wait for it at the end.
 
@@ -134,7 +116,7 @@ def compile_in_background() -> Iterator[None]:
         else:
             wait(self, scope)
 
-    with _replace_method(AsyncCompile, "wait", later):
+    with mock.patch.object(AsyncCompile, "wait", later):
         yield
     for made, scope in begun:
         wait(made, scope)
@@ -224,7 +206,7 @@ def _keep_order() -> Iterator[None]:
         found = self.read_writes.with_read(added)
         self.set_read_writes(found.rename(self.mutation_renames))
 
-    with _replace_method(SchedulerNode, "recompute_size_and_body", keeping):
+    with mock.patch.object(SchedulerNode, "recompute_size_and_body", keeping):
         yield
 
 
@@ -244,7 +226,7 @@ def _allow_no_reads() -> Iterator[None]:
         except KeyError:
             return None
 
-    with _replace_method(LoopBody, "get_read_expr", reading):
+    with mock.patch.object(LoopBody, "get_read_expr", reading):
         yield
 
 

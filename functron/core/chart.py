@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -61,12 +62,7 @@ def line_chart(
         px, bottom = place(tick, y_ticks[0])
         grid.append(_line(px, bottom, px, TOP))
         grid.append(_text(px, bottom + 18, f"{tick:g}"))
-    for tick in y_ticks:
-        left, py = place(x_ticks[0], tick)
-        grid.append(_line(left, py, WIDTH - RIGHT, py))
-        grid.append(_text(left - 8, py + 4, f"{tick:g}", "end"))
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    turned = f'transform="rotate(-90 18 {middle:g})"'
+    grid += _draw_levels((tick, place(x_ticks[0], tick)[1]) for tick in y_ticks)
     many = len(points) > 50
     curves = [_polyline([place(*p) for p in points], _FAINT)] if many else []
     curves.append(_polyline([place(*p) for p in (smooth(points) if many else points)], _BOLD))
@@ -76,12 +72,27 @@ def line_chart(
     for number, (name, xs) in enumerate((marks or {}).items()):
         inside = [place(x, y_ticks[0])[0] for x in xs if across[0] <= x <= across[1]]
         curves += _draw_marks(name, inside, number)
-    words = [
-        _text(WIDTH / 2, 24, title, size=15, more='font-weight="bold"'),
-        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x_label),
-        _text(18, middle, y_label, more=turned),
-    ]
+    words = _draw_words(title, x_label, y_label)
     return svg_document(WIDTH, HEIGHT, [*grid, *curves, *words])
+
+
+def _draw_levels(places: Iterable[tuple[float, float]]) -> list[str]:
+    """A line across and a number beside it for each tick of the y axis, with its height."""
+    parts = []
+    for tick, height in places:
+        parts.append(_line(LEFT, height, WIDTH - RIGHT, height))
+        parts.append(_text(LEFT - 8, height + 4, f"{tick:g}", "end"))
+    return parts
+
+
+def _draw_words(title: str, x_label: str, y_label: str, size: float = 15) -> list[str]:
+    """The title, in letters of this size, and the names of the axes."""
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    return [
+        _text(WIDTH / 2, 24, title, size=size, more='font-weight="bold"'),
+        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x_label),
+        _text(18, middle, y_label, more=f'transform="rotate(-90 18 {middle:g})"'),
+    ]
 
 
 def svg_document(width: float, height: float, parts: Sequence[str], size: float = 12) -> str:
@@ -94,6 +105,51 @@ def svg_document(width: float, height: float, parts: Sequence[str], size: float 
         *parts,
         "</svg>\n",
     ])  # fmt: skip
+
+
+def area_chart(
+    rows: Sequence[Sequence[float]],
+    colours: Mapping[str, str],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+) -> str:
+    """Series stacked on one another in steps of equal width, as an SVG document.
+
+    Args:
+        rows: at each step, the numbers of the series, 0 or more. Of more than `MAX_POINTS` steps
+            the highest of neighbours are shown, so that peaks stay.
+        colours: of CSS, by the names of the series, the bottom one first.
+        title: above the chart, and above a legend.
+        x_label, y_label: below it and beside it, with the units.
+    """
+    stride = -(-len(rows) // MAX_POINTS) or 1
+    rows = [max(rows[k : k + stride], key=sum) for k in range(0, len(rows), stride)]
+    width, levels = WIDTH - LEFT - RIGHT, ticks(0, max(map(sum, rows), default=0))
+
+    def up(value: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / levels[-1]
+
+    def edge(values: Sequence[float]) -> list[str]:
+        places = (LEFT + width * step / max(len(rows), 1) for step in range(len(rows) + 1))
+        steps = zip(itertools.pairwise(places), map(up, values), strict=True)
+        return [f"{x:.1f},{y:.1f}" for ends, y in steps for x in ends]
+
+    parts = _draw_levels((tick, up(tick)) for tick in levels)
+    below = [0.0] * len(rows)
+    for index, (name, colour) in enumerate(colours.items()):
+        above = [base + row[index] for base, row in zip(below, rows, strict=True)]
+        points = " ".join(edge(above) + edge(below)[::-1])
+        parts.append(
+            f'<polygon points="{points}" fill="{colour}"><title>{escape(name)}</title></polygon>'
+        )
+        below = above
+        x = LEFT + index * width / len(colours)
+        parts.append(f'<rect x="{x:.1f}" y="28" width="10" height="10" fill="{colour}"/>')
+        parts.append(_text(x + 14, 37, name, "start"))
+    words = _draw_words(title, x_label, y_label, 13)
+    return svg_document(WIDTH, HEIGHT, [*parts, *words])
 
 
 def _finite(points: Iterable[tuple[float, float]]) -> Points:

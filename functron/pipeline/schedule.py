@@ -31,6 +31,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from functron.core.chart import table
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.pipeline import timeline
 from functron.pipeline.partition import Pipe
@@ -309,8 +310,7 @@ class Schedule:
     def __str__(self) -> str:
         rows = [[cell_text(cell) for cell in row] for row in self.table]
         grid = [[str(rank) for rank in range(self.num_ranks)], *rows]
-        widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-        lines = ["  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)) for row in grid]
+        lines = table(grid, left=self.num_ranks).splitlines()
         pipes = [" ".join(f"{r}.{c}" if c else f"{r}" for r, c in pipe) for pipe in self.pipes]
         return "\n".join(
             [
@@ -318,8 +318,8 @@ class Schedule:
                 f"microbatches: {self.num_microbatches}",
                 *(f"pipe: {pipe}" for pipe in pipes),
                 "",
-                f"# {lines[0]}".rstrip(),
-                *(f"  {line}".rstrip() for line in lines[1:]),
+                f"# {lines[0]}",
+                *(f"  {line}" for line in lines[1:]),
                 "",
             ]
         )

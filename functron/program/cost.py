@@ -203,7 +203,6 @@ def cost(program: Code) -> Cost:
     total: Counter[str] = Counter()
     by_dtype: Counter[torch.dtype] = Counter()
     model = whole = 0
-    traffic: dict[tuple[str, str, Phase], list[int]] = {}
     accessed = 0
     for equation, times in program.block.walk():
         if isinstance(equation.op, Scan) or equation.aliases:
@@ -216,11 +215,10 @@ def cost(program: Code) -> Cost:
                 half, needed = _model_flops(equation, found)
                 model, whole = model + half * times, whole + needed * times
         accessed += equation_bytes(equation) * times
-        axis = axis_of(equation)
-        if axis is not None:
-            key = (axis, equation.name, equation.where.phase)
-            count, payload = traffic.get(key, (0, 0))
-            traffic[key] = [count + times, payload + payload_bytes(equation) * times]
+    traffic: dict[tuple[str, str, Phase], tuple[int, int]] = {}
+    for (axis, op, phase, payload), (places, _) in _group_by_payload(program).items():
+        count, before = traffic.get((axis, op, phase), (0, 0))
+        traffic[axis, op, phase] = count + len(places), before + payload * len(places)
     return Cost(
         program.name,
         model,

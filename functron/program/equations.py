@@ -498,6 +498,12 @@ def as_value(memory: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     return _permute(memory, sorted(range(len(order)), key=order.__getitem__))
 
 
+def span_of(size: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements there are in memory from a strided tensor's first to its last."""
+    spans = ((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return 0 if 0 in size else 1 + sum(spans)
+
+
 def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether places of a strided view may share memory."""
     reach = 0
@@ -523,8 +529,7 @@ def reaches_outside(view: Strided, operand: Strided) -> bool:
 
 def _end(view: Strided) -> int:
     """The place after the last one that a view shows."""
-    rows = zip(view.size, view.stride, strict=True)
-    return view.offset + 1 + sum((n - 1) * step for n, step in rows)
+    return view.offset + span_of(view.size, view.stride)
 
 
 def window_of(shape: Sequence[int], view: Strided) -> ViewWindow | None:

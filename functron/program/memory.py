@@ -31,7 +31,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from functron.core.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, align_columns, ticks
+from functron.core.chart import align_columns, area_chart
 from functron.program.cost import bytes_text, html_table
 from functron.program.equations import Block, Code, Equation, Scan, Var, Where
 from functron.program.text import COLLECTIVES, short_line
@@ -668,10 +668,16 @@ class ProgramMemory:
 
     def svg(self) -> str:
         """The timeline as stacked areas, one colour per category, as an SVG document."""
-        columns = list(zip(*(moment.live for moment in self.timeline), strict=True))
-        series = {c: column for c, column in zip(CATEGORIES, columns, strict=True) if any(column)}
-        title = f"memory of {self.name}: peak {bytes_text(self.peak_bytes)} at {self._place()}"
-        return _draw_areas(series, title)
+        shown = [k for k in range(len(CATEGORIES)) if any(m.live[k] for m in self.timeline)]
+        top = max((moment.total for moment in self.timeline), default=0)
+        scale, unit = next((pair for pair in _UNITS if top >= pair[0]), _UNITS[-1])
+        return area_chart(
+            [[moment.live[k] / scale for k in shown] for moment in self.timeline],
+            {CATEGORIES[k]: _COLOURS[CATEGORIES[k]] for k in shown},
+            title=f"memory of {self.name}: peak {bytes_text(self.peak_bytes)} at {self._place()}",
+            x_label="equations, in the order in which they run",
+            y_label=f"live ({unit})",
+        )
 
     def _repr_html_(self) -> str:
         title = f"memory of {self.name}, per rank: peak {bytes_text(self.peak_bytes)}"
@@ -734,8 +740,6 @@ def _match_donations(program: Code) -> dict[Var, Var]:
     return found
 
 
-# --- the picture
-
 _COLOURS = MappingProxyType(
     {
         "parameters": "#08519c",
@@ -747,77 +751,3 @@ _COLOURS = MappingProxyType(
     }
 )
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
-_MAX_POINTS = 1000
-
-
-def _draw_areas(series: Mapping[str, Sequence[int]], title: str) -> str:
-    """Bytes by category, the bottom one first, stacked, with a legend, as an SVG document."""
-    rows = _thin_rows([*zip(*series.values(), strict=True)])
-    top = max((sum(row) for row in rows), default=0)
-    scale, unit = next((pair for pair in _UNITS if top >= pair[0]), _UNITS[-1])
-    y_ticks = ticks(0, top / scale)
-    width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-
-    def across(step: int) -> float:
-        return LEFT + width * step / max(len(rows), 1)
-
-    def up(count: float) -> float:
-        return HEIGHT - BOTTOM - height * count / (y_ticks[-1] * scale)
-
-    parts = []
-    for tick in y_ticks:
-        at = up(tick * scale)
-        parts.append(
-            f'<line x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}" stroke="#e5e5e5"/>'
-        )
-        parts.append(_svg_text(LEFT - 8, at + 4, f"{tick:g}", anchor="end"))
-    below = [0] * len(rows)
-    for index, name in enumerate(series):
-        above = [base + row[index] for base, row in zip(below, rows, strict=True)]
-        edge = _outline_steps(above, across, up) + _outline_steps(below, across, up)[::-1]
-        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in edge)
-        colour = _COLOURS.get(name, "#636363")
-        parts.append(f'<polygon points="{points}" fill="{colour}"><title>{name}</title></polygon>')
-        below = above
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    turned = f'transform="rotate(-90 18 {middle:g})"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-            f'width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12">',
-            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-            *parts,
-            *_legend(list(series)),
-            _svg_text(WIDTH / 2, 20, title, more='font-size="13" font-weight="bold"'),
-            _svg_text(LEFT + width / 2, HEIGHT - 10, "equations, in the order in which they run"),
-            _svg_text(18, middle, f"live ({unit})", more=turned),
-            "</svg>\n",
-        ]
-    )
-
-
-def _thin_rows(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """At most `_MAX_POINTS` rows: of neighbours the highest, so that peaks stay."""
-    stride = -(-len(rows) // _MAX_POINTS) or 1
-    return [max(rows[k : k + stride], key=sum) for k in range(0, len(rows), stride)]
-
-
-def _outline_steps(values: Sequence[int], across, up) -> list[tuple[float, float]]:
-    points = []
-    for step, value in enumerate(values):
-        points += [(across(step), up(value)), (across(step + 1), up(value))]
-    return points
-
-
-def _legend(names: list[str]) -> list[str]:
-    parts = []
-    for index, name in enumerate(names):
-        x = LEFT + index * (WIDTH - LEFT - RIGHT) / max(len(names), 1)
-        colour = _COLOURS.get(name, "#636363")
-        parts.append(f'<rect x="{x:.1f}" y="28" width="10" height="10" fill="{colour}"/>')
-        parts.append(_svg_text(x + 14, 37, name, anchor="start"))
-    return parts
-
-
-def _svg_text(x: float, y: float, text: str, *, anchor: str = "middle", more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(text)}</text>'

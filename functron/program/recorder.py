@@ -47,6 +47,7 @@ from functron.program.equations import (
     overlaps,
     reaches_outside,
     read_view,
+    span_of,
     strided_of,
     write_view,
 )
@@ -122,8 +123,7 @@ def _describe_result(x: torch.Tensor) -> TensorType | None:
     if not isinstance(x, FakeTensor) or x.constant is not None or x.layout is not torch.strided:
         return None
     like = TensorType(tuple(x.shape), x.stride(), x.dtype, x.fake_device)
-    last = sum((size - 1) * step for size, step in zip(like.shape, like.stride, strict=True))
-    least = 0 if 0 in like.shape else (last + 1) * like.dtype.itemsize
+    least = span_of(like.shape, like.stride) * like.dtype.itemsize
     return like if x.untyped_storage().nbytes() == least else None
 
 

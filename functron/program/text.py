@@ -50,6 +50,7 @@ from functron.program.equations import (
     Var,
     Where,
     contiguous_strides,
+    span_of,
 )
 from functron.spmd.spec import P
 
@@ -114,8 +115,7 @@ def type_text(var: Var | TensorType) -> str:
 
 def span_bytes(var: Var | TensorType) -> int:
     """The bytes from the first element to the last."""
-    spans = (stride * (size - 1) for size, stride in zip(var.shape, var.stride, strict=True))
-    return 0 if 0 in var.shape else (1 + sum(spans)) * var.dtype.itemsize
+    return span_of(var.shape, var.stride) * var.dtype.itemsize
 
 
 def _numbers(values: Iterable[int]) -> str:
