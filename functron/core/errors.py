@@ -121,22 +121,22 @@ APPLICATIONS = "functron.apps"
 """The module whose `PLUGINS` have the entry points of functron's own applications, by group."""
 
 
-def load_plugin(group: str, name: str, path: str, own: Iterable[str] = ()) -> Callable[..., Any]:
-    """The function that an application gives to a setting, by its name.
+def find_plugin(group: str, name: str, path: str, own: Iterable[str] = ()) -> str:
+    """``package.module:function`` of what an application gives to a setting, by its name.
 
     Args:
         group: of entry points, such as ``"functron.sample_orders"``. Those of functron's own
             applications stand in a table, so that they are there without an installation; those of
             other distributions are looked for where that has no such name.
-        name: of the entry point, or ``package.module:function``.
+        name: of the entry point, or already ``package.module:function``.
         path: of the setting, for messages.
         own: the names that the setting has without an application, for messages.
 
     Raises:
-        ValueError: nothing has this name, or there is no such function.
+        ValueError: nothing has this name.
     """
     if ":" in name:
-        return load_function(name, path)
+        return name
     if folder := find_left_out(group, name):
         got, wanted = f"{name!r}, of {folder}, which is not there", "that application"
         refuse(f"no such {path}", path, got, wanted, "restore its folder, or leave this out")
@@ -149,7 +149,12 @@ def load_plugin(group: str, name: str, path: str, own: Iterable[str] = ()) -> Ca
     if (found := found or others.get(name)) is None:
         fix = nearest(name, [*own, *table, *others])
         refuse(f"no such {path}", path, repr(name), "a known one, or package.module:function", fix)
-    return load_function(found, path)
+    return found
+
+
+def load_plugin(group: str, name: str, path: str, own: Iterable[str] = ()) -> Callable[..., Any]:
+    """The function of `find_plugin`; ValueError also where there is no such function."""
+    return load_function(find_plugin(group, name, path, own), path)
 
 
 def list_plugins(group: str) -> dict[str, str]:

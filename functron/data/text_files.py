@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from functron.core.errors import Problem, load_plugin, local_path, nearest, refuse
+from functron.core.errors import Problem, find_plugin, load_plugin, local_path, nearest, refuse
 from functron.core.settings import Need, setting
 from functron.data.blend import NEWEST, BlendOrder
 from functron.data.mapped_files import SpecialTokens, TextRules, find, is_text, require_package
@@ -131,6 +131,10 @@ class DataConfig:
     ramp_up: str = setting("", "samples step")
     earlier_batches: str = setting("", "kept samples step")
 
+    def __post_init__(self):
+        if self.order != ARITHMETIC:
+            find_plugin(ORDERS, self.order, "order", [ARITHMETIC])
+
     @property
     def batches(self) -> RampUp:
         """How many samples each step has, and which one is its first; ValueError where it is not
@@ -145,8 +149,9 @@ class DataConfig:
 
     @property
     def sample_order(self) -> SampleOrder | None:
-        """The order of an application; None: the arithmetic one; ValueError where `order` names
-        none.
+        """The order of an application; None: the arithmetic one.
+
+        ValueError where there is no such function.
         """
         if self.order == ARITHMETIC:
             return None

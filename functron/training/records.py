@@ -25,7 +25,14 @@ from typing import Any
 
 from functron.core import chart
 from functron.core.chart import line_chart, table
-from functron.core.errors import Problem, load_function, load_plugin, raise_problems, refuse
+from functron.core.errors import (
+    Problem,
+    find_plugin,
+    load_function,
+    load_plugin,
+    raise_problems,
+    refuse,
+)
 from functron.core.settings import Need, setting
 
 CONFIG = "config.toml"
@@ -80,6 +87,10 @@ class LoggingConfig:
     wandb: bool = setting(False, "common", short="wandb")
     names: str = setting("", short="log_names", need=_WRITER)
     metrics: str = setting("", "step", short="metrics")
+
+    def __post_init__(self):
+        if self.names:
+            find_plugin(NAMINGS, self.names, "log_names")
 
     @property
     def _metric_names(self) -> list[str]:

@@ -51,7 +51,9 @@ def test_an_order_has_a_name_or_is_a_function(data, tmp_path, monkeypatch):
     plain = open_samples(make_config(data, "arithmetic")).draw(np.arange(20))["tokens"]
     assert not (drawn[0] == plain).all()
     with pytest.raises(ValueError, match=r"order: got 'megatro'; wanted a known one.*'megatron'"):
-        open_samples(make_config(data, "megatro"))
+        make_config(data, "megatro")
+    with pytest.raises(ValueError, match=r"log_names: got 'megatro'; wanted .*'megatron'"):
+        configure(log_names="megatro")
 
 
 @MEGATRON

@@ -481,7 +481,7 @@ def test_every_name_of_0_1_is_accepted():
         section, _, field = path.rpartition(".")
         words = typing.get_args(hints_of(type(getattr(TrainConfig(), section)))[field])
         other = (
-            not value if isinstance(value, bool) else 7 if isinstance(value, int | float) else "x"
+            not value if isinstance(value, bool) else 7 if isinstance(value, int | float) else "x:y"
         )
         other = next((word for word in words if word != value), other)
         made = configure(**{name: other})
