@@ -173,7 +173,7 @@ def find_races(process: Process) -> list[str]:
     """Memory that a stream uses while another one may still write it, or writes while it is read.
 
     An operation comes after those before it in its stream, and after what its stream waited for by
-    events; what the host synchronised with comes before all that it starts then. Copies, collectives
+    events; what the host waited for, or found done, comes before all that it starts then. Copies, collectives
     and Inductor's kernels say what they use; torch's own kernels do not: torch.cuda._sanitizer
     watches those.
     """
@@ -194,6 +194,8 @@ def find_races(process: Process) -> list[str]:
             events[record["event"]] = dict(clocks[stream])
         elif op == "wait":
             merge(clocks[stream], events.get(record["event"], {}))
+        elif op in ("synchronize", "query") and record.get("event"):
+            merge(host, events.get(record["event"], {}))
         elif op == "synchronize":
             for each in clocks if stream < 0 else [stream]:
                 merge(host, clocks[each])

@@ -455,29 +455,30 @@ EXPORT int cudaStreamWaitEvent(void *handle, Event *event, unsigned flags) {
 }
 EXPORT int cudaEventQuery(Event *event) {
     if (event->capture && num_capturing && !relaxed) return fail(cudaErrorStreamCaptureUnsupported, "cudaEventQuery");
+    print("\"op\": \"query\", \"event\": %d", event->id); /* and it has happened */
     return 0;
 }
 EXPORT int cudaStreamQuery(void *stream) { return find_stream(stream)->capture ? fail(cudaErrorStreamCaptureUnsupported, "cudaStreamQuery") : 0; }
 
-static int synchronize(const char *call, int stream) {
+static int synchronize(const char *call, int stream, int event) {
     char thread[32];
     fake_count(call);
     name_thread(thread, sizeof thread);
-    print("\"op\": \"synchronize\", \"call\": \"%s\", \"stream\": %d, \"thread\": \"%s\"", call, stream, thread);
+    print("\"op\": \"synchronize\", \"call\": \"%s\", \"stream\": %d, \"event\": %d, \"thread\": \"%s\"", call, stream, event, thread);
     return 0;
 }
 EXPORT int cudaStreamSynchronize(void *handle) {
     if (find_stream(handle)->capture) return fail(cudaErrorStreamCaptureUnsupported, "cudaStreamSynchronize");
-    return synchronize("cudaStreamSynchronize", name_stream(handle));
+    return synchronize("cudaStreamSynchronize", name_stream(handle), 0);
 }
 EXPORT int cudaDeviceSynchronize(void) {
     if (is_capturing_anywhere()) return fail(cudaErrorStreamCaptureUnsupported, "cudaDeviceSynchronize");
     fake_use("cudaDeviceSynchronize");
-    return synchronize("cudaDeviceSynchronize", -1);
+    return synchronize("cudaDeviceSynchronize", -1, 0);
 }
 EXPORT int cudaEventSynchronize(Event *event) {
     if (event->capture && num_capturing) return fail(cudaErrorStreamCaptureUnsupported, "cudaEventSynchronize");
-    return synchronize("cudaEventSynchronize", -1);
+    return synchronize("cudaEventSynchronize", -1, event->id);
 }
 
 EXPORT int cudaThreadExchangeStreamCaptureMode(int *mode) {
@@ -721,6 +722,12 @@ static int collective(const char *name, const void *from, size_t reads, void *to
         print("\"op\": \"error\", \"call\": \"%s\", \"error\": 4", name);
         return 4; /* ncclInvalidArgument */
     }
+    /* small results are those of ranks that all send what this one does, as far as programs read them */
+    if (from && to && writes * each <= 65536)
+        for (size_t at = 0; at < writes * each; at += reads * each) {
+            size_t left = writes * each - at;
+            memmove((char *)to + at, from, left < reads * each ? left : reads * each);
+        }
     return 0;
 }
 EXPORT int ncclAllReduce(const void *s, void *r, size_t n, int type, int op, Communicator *c, void *stream) { return collective("AllReduce", s, n, r, n, type, -1, c, stream); }

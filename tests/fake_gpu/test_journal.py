@@ -97,6 +97,9 @@ def test_events_and_the_host_order_streams():
     assert journal.find_races(make(0, *through)) == []
     assert journal.find_races(make(0, write, {"op": "synchronize", "stream": 1}, read)) == []
     assert len(journal.find_races(make(0, write, {"op": "synchronize", "stream": 2}, read))) == 1
+    done = {"op": "query", "event": 1}
+    assert journal.find_races(make(0, write, record(1), done, read)) == []
+    assert len(journal.find_races(make(0, record(1), write, done, read))) == 1
 
 
 def test_contexts_and_pages():
