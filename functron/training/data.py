@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.core.settings import names_with_tag, value_at
+from functron.core.settings import Need, Needs, names_with_tag, unused_problems, value_at
 from functron.data import (
     Blend,
     Chat,
@@ -34,7 +35,7 @@ from functron.data.blend import ALL, PARTS, DocumentRange, parse_blend
 from functron.data.chat import Conversations, chat_files
 from functron.data.indexed import IndexedFile
 from functron.data.mapped_files import TextTokenizer, TokenFile, find
-from functron.data.sampling import SampleMaker, SampleOrder
+from functron.data.sampling import ARITHMETIC, SampleMaker, SampleOrder
 from functron.data.shards import is_tokens, provenance, read_provenance, rules_of
 from functron.data.token_datasets import Documents, StoredTokens, Texts, check_vocabulary
 from functron.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
@@ -103,6 +104,21 @@ def is_on_disk(config: TrainConfig) -> bool:
     if not config.data.path or is_chat(config):
         return False
     return _is_one(config.data.path) or parse_blend(config.data.path) is not None
+
+
+_ORDERED = Need(
+    lambda c: c.data.order != ARITHMETIC, "the order of an application", "name one: order=NAME"
+)
+_TOKENS = Need(is_on_disk, "tokens on disk", "make them with functron preprocess")
+
+DATA_NEEDS: Needs = MappingProxyType({
+    **dict.fromkeys(("order_samples", "order_cache", "blend_surplus"), _ORDERED),
+    **dict.fromkeys(("split", "extra_token", "mask_documents", "fim_rate"), _TOKENS),
+    "pack": Need(
+        lambda c: is_on_disk(c) or is_chat(c), "tokens on disk, or conversations", _TOKENS.fix
+    ),
+})  # fmt: skip
+"""Conditions for settings of the data to have an effect."""
 
 
 def sources_of(config: TrainConfig) -> list[str]:
@@ -429,16 +445,8 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
         ValueError: the run folder's configuration cannot be read.
     """
     path = run_folder.tokenizer_path(config)
-    if not is_on_disk(config):
-        fix = "make them with functron preprocess, or leave it out"
-        if not config.data.extra_token:
-            yield Problem("extra_token", "False", "tokens on disk", fix)
-        for name in ("split", "mask_documents", "fim_rate"):
-            if value := value_at(config, name):
-                yield Problem(name, str(value), "tokens on disk", fix)
-        if config.data.pack and not is_chat(config):
-            yield Problem("pack", config.data.pack, "tokens on disk, or conversations", fix)
-    elif config.data.pack and config.data.fim_rate:
+    yield from unused_problems(config, DATA_NEEDS)
+    if is_on_disk(config) and config.data.pack and config.data.fim_rate:
         fix = "leave it out, or --mask-documents in place of --pack"
         wanted = "documents as long as they were packed"
         yield Problem(
@@ -490,12 +498,8 @@ def _rule_problems(config: TrainConfig, tokenizer: Path | None) -> Iterator[Prob
 
 def _order_problems(config: TrainConfig) -> Iterator[Problem]:
     """Settings that cannot be combined with the order of samples."""
-    default, order, name_of_order = TrainConfig(), config.data.sample_order, config.data.order
+    order, name_of_order = config.data.sample_order, config.data.order
     if order is None:
-        for name in ("order_samples", "order_cache", "blend_surplus"):
-            if (value := value_at(config, name)) != value_at(default, name):
-                wanted = f"nothing with order={name_of_order}"
-                yield Problem(name, str(value), wanted, "leave it out, or name an --order")
         return
     wanted, fix = "Megatron-LM's .bin and .idx", "name their prefix: --data PREFIX, or leave it out"
     if not is_on_disk(config) or config.data.format == "mock" or not config.data.path:

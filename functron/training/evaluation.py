@@ -21,7 +21,7 @@ from functron.core import tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.blend import PARTS
 from functron.data.chat import IGNORED
-from functron.data.sampling import ARITHMETIC
+from functron.data.sampling import ARITHMETIC, Samples
 from functron.data.shards import provenance
 from functron.data.token_datasets import Sliding, Texts
 from functron.models import gpt
@@ -42,7 +42,7 @@ _NAME = re.compile(r"[\w.-]+")
 _FIX = 'write --eval-data "NAME=PATH", several separated by spaces, paths with spaces in quotes'
 
 
-class Epoch(Protocol):
+class Epoch(Samples, Protocol):
     """Samples with epochs: all of `functron.data` except blends.
 
     Attributes:
@@ -50,16 +50,6 @@ class Epoch(Protocol):
     """
 
     num_samples: int
-
-    def batch(
-        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
-    ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`."""
-        ...
-
-    def summary(self) -> str:
-        """The samples in a few words for the user."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +65,7 @@ class HeldOut:
     """
 
     name: str
-    samples: Epoch
+    samples: Epoch | Sliding
     global_batch: int
     num_batches: int
 
@@ -106,8 +96,7 @@ def parse_sets(text: str) -> dict[str, str]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise_problems("cannot name sets", [Problem("eval_data", repr(text), f"{error}", _FIX)])
-        raise AssertionError("unreachable") from error
+        refuse("cannot name sets", "eval_data", repr(text), str(error), _FIX)
     found: dict[str, str] = {}
     problems = []
     for word in words:
@@ -218,7 +207,7 @@ def open_sets(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> l
     return found
 
 
-def _make_held_out(name: str, samples: Epoch, config: TrainConfig) -> HeldOut:
+def _make_held_out(name: str, samples: Epoch | Sliding, config: TrainConfig) -> HeldOut:
     """A set in batches. ValueError where none has a target; usually only the first is read."""
     size, most = config.data.global_batch, config.evaluation.batches
     count = -(-samples.num_samples // size)
