@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -33,6 +34,7 @@ from functron.spmd.params import history_mask
 from functron.training import data, run_folder
 from functron.training.checks import sequence_parts
 from functron.training.config import ParallelismConfig, TrainConfig, configure, load
+from functron.training.convert import newest_params
 from functron.training.evaluation import (
     HeldOut,
     check,
@@ -414,11 +416,10 @@ def _read_params(
     device: torch.device,
 ) -> dict:
     """The parameters of the newest checkpoint, sharded over the mesh."""
-    stored = checkpoint.Checkpoint(checkpoint.latest(options.run / run_folder.CHECKPOINTS))
-    defs = lora.defs_in(config.family.defs(config.architecture), config.lora.adapters, stored)
     rules = config.family.rules(config.architecture, mesh)
-    found = read_params(stored, defs, averaged=options.averaged, rules=rules, mesh=mesh)
-    return tree.map(lambda leaf: leaf.to(device), lora.merge(found))
+    read = functools.partial(read_params, rules=rules, mesh=mesh)
+    found = newest_params(options.run, config, averaged=options.averaged, read=read)
+    return tree.map(lambda leaf: leaf.to(device), found)
 
 
 def _continue_prompt(

@@ -73,12 +73,16 @@ class RunOptions:
 
     def problems(self, mesh: Mesh, here: Process | None) -> Iterator[Problem]:
         """Processes that are not as many as the ranks of `mesh`, which is that of ``self.mesh``."""
-        processes = here.world_size if here else self.nproc
-        if processes < 0 or (processes and processes != mesh.size):
-            got = f"{processes} for a mesh of {mesh.size}"
-            fix = f"set it to {mesh.size}, or to 0 to simulate them"
-            yield Problem("nproc", got, "one process per rank", fix)
+        yield from count_problems(here.world_size if here else self.nproc, mesh)
         yield from started_problems(self.nproc, here)
+
+
+def count_problems(processes: int, mesh: Mesh) -> Iterator[Problem]:
+    """Processes that are neither as many as the ranks of a mesh nor 0, which simulates them."""
+    if processes < 0 or (processes and processes != mesh.size):
+        got = f"{processes} for a mesh of {mesh.size}"
+        fix = f"set it to {mesh.size}, or to 0 to simulate them"
+        yield Problem("nproc", got, "one process per rank", fix)
 
 
 def started_problems(nproc: int, here: Process | None) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from functron import apps
 from functron.checkpoint.memory import folder_of
 from functron.checkpoint.saver import Moments, nowhere
-from functron.cli.launch import PROGRAM, device_type, join, launch, leave, supervise
+from functron.cli.launch import PROGRAM, count_problems, device_type, join, launch, leave, supervise
 from functron.cli.options import named_fields, options_of, parse, value_of, with_names
 from functron.cli.process import Process, current, mistakes, outside, record_failure
 from functron.core import tree
@@ -471,16 +471,14 @@ def _of_run(options: RerunOptions, here: Process | None) -> tuple[TrainConfig, b
     mesh = begun.parallelism.mesh if options.mesh == "run" else options.mesh
     nproc = begun.parallelism.nproc if options.nproc < 0 else options.nproc
     steps = [record["step"] for record in records.read(options.run / records.METRICS)]
-    size = Mesh.parse(mesh).size
     found = []
     if not 1 <= options.step <= max(steps, default=begun.steps):
         wanted = f"one of the {max(steps, default=begun.steps)} that the run took"
         found.append(Problem("step", str(options.step), wanted))
     processes = here.world_size if here else nproc
-    if processes and processes != size:
-        fix = f"set it to {size}, or to 0 to simulate them"
-        found.append(Problem("nproc", f"{processes} for a mesh of {size}", "one per rank", fix))
-    raise_problems("cannot take the step again", found)
+    raise_problems(
+        "cannot take the step again", [*found, *count_problems(processes, Mesh.parse(mesh))]
+    )
     same = Mesh.parse(mesh) == Mesh.parse(begun.parallelism.mesh)
     exact = same and (
         begun.parallelism.nproc == processes or (here is not None and options.nproc < 0)

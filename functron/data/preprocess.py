@@ -131,7 +131,7 @@ SETTINGS_NEEDS: Needs = MappingProxyType(
         ),
     }
 )
-"""The needs of fields of `PreprocessSettings`; others have an effect on any text, or are refused."""
+"""Needs of fields of `PreprocessSettings`; others have an effect on any text, or are refused."""
 
 
 @dataclass(frozen=True)

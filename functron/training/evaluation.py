@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -214,7 +214,10 @@ def _make_held_out(name: str, samples: Epoch | Sliding, config: TrainConfig) -> 
     found = HeldOut(name, samples, size, min(count, most or count))
     batches = map(found.batch, range(found.num_batches))
     if not any(bool((batch["targets"] != IGNORED).any()) for batch in batches):
-        _refuse_empty(found)
+        got = f"{found.num_batches} batches without any target"
+        fix = "evaluate on longer documents, on more batches, or with a higher mask_rate"
+        title, wanted = "cannot evaluate on this", "at least one target"
+        refuse(title, f"held-out set {name!r}", got, wanted, fix)
     return found
 
 
@@ -225,13 +228,6 @@ def _name_set(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"held-out set {name!r}: {error}") from error
-
-
-def _refuse_empty(held_out: HeldOut) -> NoReturn:
-    got = f"{held_out.num_batches} batches without any target"
-    fix = "evaluate on longer documents, on more batches, or with a higher mask_rate"
-    wanted = "at least one target"
-    refuse("cannot evaluate on this", f"held-out set {held_out.name!r}", got, wanted, fix)
 
 
 def open_texts(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> dict[str, Texts]:
@@ -373,9 +369,6 @@ def evaluate(
     Returns:
         By name of the set ``loss`` in nats per target, ``perplexity``, its exponential, and
         ``tokens``, the number of targets.
-
-    Raises:
-        ValueError: a set has no target.
     """
     found = {}
     for held_out in sets:
@@ -384,9 +377,7 @@ def evaluate(
             summed, targets = program(params, batch(held_out, index))
             total, count = total + summed.double(), count + targets
         total, count = float(total), int(count)
-        if not count:
-            _refuse_empty(held_out)
-        loss = total / count
+        loss = total / count  # of at least one: a set without any was refused as it was opened
         # e^709 is the largest that a float64 holds
         perplexity = math.exp(loss) if not loss > 709 else math.inf
         found[held_out.name] = {"loss": loss, "perplexity": perplexity, "tokens": count}
