@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -191,12 +191,18 @@ def _check_packages() -> Iterator[Check]:
     requirements, _ = declared()
     yield Check("functron", f"{_find_version('functron') or 'not installed'} at {_HOME}")
     yield Check("torch", f"{torch.__version__} for {_describe_build()}")
+    for name, wanted, version in _find_lacking(requirements):
+        got = f"{version}; wanted {wanted}" if version else f"nothing; wanted {name}{wanted}"
+        yield Check(name, f"got {got}", "broken", f"pip install '{name}{wanted}'")
+
+
+def _find_lacking(requirements: Iterable[str]) -> Iterator[tuple[str, str, str | None]]:
+    """The requirements that are not met: names, versions that are wanted, and those found."""
     for requirement in requirements:
         name, wanted = _split_requirement(requirement)
         version = _find_version(name)
         if version is None or not satisfies(version, wanted):
-            got = f"{version}; wanted {wanted}" if version else f"nothing; wanted {name}{wanted}"
-            yield Check(name, f"got {got}", "broken", f"pip install '{name}{wanted}'")
+            yield name, wanted, version
 
 
 _HOME = Path(__file__).resolve().parent.parent
@@ -327,11 +333,7 @@ def _check_cache() -> Check:
 
 def _check_extras() -> Iterator[Check]:
     for extra, requirements in declared()[1].items():
-        lacking = [
-            name + wanted
-            for name, wanted in map(_split_requirement, requirements)
-            if (version := _find_version(name)) is None or not satisfies(version, wanted)
-        ]
+        lacking = [name + wanted for name, wanted, _ in _find_lacking(requirements)]
         name = f"extra {extra}"
         if not lacking:
             yield Check(name, "installed")

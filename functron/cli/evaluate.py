@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from functron import checkpoint
 from functron.checkpoint.restore import read_params
-from functron.cli.launch import RUN_NEEDS, RunOptions, device_type, join, launch, leave
+from functron.cli.launch import RunOptions, device_type, join, launch, leave
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
@@ -33,6 +34,7 @@ from functron.spmd.params import history_mask
 from functron.training import data, run_folder
 from functron.training.checks import sequence_parts
 from functron.training.config import ParallelismConfig, TrainConfig, configure, load
+from functron.training.convert import newest_params
 from functron.training.evaluation import (
     HeldOut,
     check,
@@ -44,6 +46,7 @@ from functron.training.evaluation import (
     problems_of,
     slide,
 )
+from functron.training.records import finite
 from functron.training.run import own_part
 from functron.training.setup import make_setup
 
@@ -85,7 +88,7 @@ class EvaluateOptions(RunOptions):
 
 def run(arguments: Sequence[str]) -> int:
     """Print the numbers of every set."""
-    options = parse(EvaluateOptions, arguments, "evaluate", needs=RUN_NEEDS)
+    options = parse(EvaluateOptions, arguments, "evaluate")
     here = current()
     with mistakes():
         mesh = Mesh.parse(options.mesh)
@@ -96,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
     if here is None and options.nproc:
         return launch(options.nproc, ["-m", "functron", "evaluate", *arguments])
     with mistakes():
-        bound, device = join(mesh, here, kind) if here else (mesh, torch.device(kind))
+        bound, device = join(mesh, here, kind)
         config, sets, notes = _make_sets(config, options, bound, device)
         score = _make_scorer(config, bound, device, path)
     found = score(sets)
@@ -105,7 +108,7 @@ def run(arguments: Sequence[str]) -> int:
         named = {one.name: one for one in sets}
         found = {name: _add_bits(found[name], one) for name, one in named.items()}
         print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr, flush=True)
-        lines = [json.dumps(_nullify(found))] if options.json else _format_scores(found)
+        lines = [json.dumps(finite(found))] if options.json else _format_scores(found)
         print("\n".join(lines), flush=True)
     return 0
 
@@ -161,7 +164,7 @@ def _make_sets(
         dist.broadcast_object_list(chosen, device=device)
     assert chosen[0] is not None
     config, notes = chosen[0]
-    stride, multiple = options.stride or config.data.seq, sequence_parts(config, _unbind(mesh))[0]
+    stride, multiple = options.stride or config.data.seq, sequence_parts(config, mesh)[0]
     windows = {"multiple": multiple, "exact": bool(_find_capacity(config))}
     sets = [slide(name, one, config, stride, **windows) for name, one in texts.items()]
     # each window is of one document: there is nothing to mask
@@ -183,7 +186,7 @@ def _choose_sizes(
     """
     share = _count_parts(mesh, config.parallelism.microbatches)
     model, on_a_rank = config.architecture, config.data.global_batch * config.data.seq
-    parts = sequence_parts(config, _unbind(mesh))[0]
+    parts = sequence_parts(config, mesh)[0]
     most = options.seq or getattr(model, "max_seq", _ANY_SEQ) // parts * parts
     chunked = "loss_chunk_tokens" in config.family.settings and not config.gpt.logit_cap
     chunk = config.compute.loss_chunk_tokens or _LOSS_CHUNK_TOKENS * chunked
@@ -215,10 +218,6 @@ def _find_capacity(config: TrainConfig) -> str:
     """``capacity_over`` of experts with limited capacity; empty: there are none."""
     moe = config.gpt.moe if config.architecture is config.gpt else None
     return moe.capacity_over if moe is not None and moe.capacity_factor else ""
-
-
-def _unbind(mesh: Mesh | BoundMesh) -> Mesh:
-    return mesh.mesh if isinstance(mesh, BoundMesh) else mesh
 
 
 def _count_parts(mesh: Mesh | BoundMesh, microbatches: int) -> int:
@@ -303,17 +302,6 @@ def _add_bits(numbers: dict[str, float], held_out: HeldOut) -> dict[str, float |
     return {**numbers, "bits_per_byte": bits}
 
 
-def _nullify(found: dict) -> dict:
-    """The numbers for JSON: null where they are not finite."""
-    return {
-        name: {
-            key: None if value is None or not math.isfinite(value) else value
-            for key, value in numbers.items()
-        }
-        for name, numbers in found.items()
-    }
-
-
 def _format_scores(found: dict) -> list[str]:
     lines = []
     for name, numbers in found.items():
@@ -364,7 +352,6 @@ _DRAWN = Need(
 
 SAMPLE_NEEDS: Needs = MappingProxyType(
     {
-        **RUN_NEEDS,
         "temperature": Need(lambda c: c.tokens > 0, "tokens to add", "set --tokens above 0"),
         "top_k": _DRAWN,
         "top_p": Need(lambda c: c.top_p == 1 or _DRAWN.holds(c), _DRAWN.wanted, _DRAWN.fix),
@@ -392,7 +379,7 @@ def sample(arguments: Sequence[str]) -> int:
         note = f"mesh   {options.mesh}: {mesh.size} ranks simulated in this process"
         print(f"{note} (--nproc {mesh.size} starts processes)", file=sys.stderr)
     with mistakes():
-        bound, device = join(mesh, here, kind) if here else (mesh, torch.device(kind))
+        bound, device = join(mesh, here, kind)
         text = program(_read_params(options, config, bound, device), bound, device)
     leave()
     if here is None or here.rank == 0:
@@ -429,11 +416,10 @@ def _read_params(
     device: torch.device,
 ) -> dict:
     """The parameters of the newest checkpoint, sharded over the mesh."""
-    stored = checkpoint.Checkpoint(checkpoint.latest(options.run / run_folder.CHECKPOINTS))
-    defs = lora.defs_in(config.family.defs(config.architecture), config.lora.adapters, stored)
     rules = config.family.rules(config.architecture, mesh)
-    found = read_params(stored, defs, averaged=options.averaged, rules=rules, mesh=mesh)
-    return tree.map(lambda leaf: leaf.to(device), lora.merge(found))
+    read = functools.partial(read_params, rules=rules, mesh=mesh)
+    found = newest_params(options.run, config, averaged=options.averaged, read=read)
+    return tree.map(lambda leaf: leaf.to(device), found)
 
 
 def _continue_prompt(

@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -40,7 +39,6 @@ from functron import apps
 from functron.checkpoint.memory import folder_of
 from functron.cli.process import MARK, UNSET, InputError, Process
 from functron.core.errors import Problem
-from functron.core.settings import Needs, always
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.training.config import TrainConfig
@@ -75,16 +73,16 @@ class RunOptions:
 
     def problems(self, mesh: Mesh, here: Process | None) -> Iterator[Problem]:
         """Processes that are not as many as the ranks of `mesh`, which is that of ``self.mesh``."""
-        processes = here.world_size if here else self.nproc
-        if processes < 0 or (processes and processes != mesh.size):
-            got = f"{processes} for a mesh of {mesh.size}"
-            fix = f"set it to {mesh.size}, or to 0 to simulate them"
-            yield Problem("nproc", got, "one process per rank", fix)
+        yield from count_problems(here.world_size if here else self.nproc, mesh)
         yield from started_problems(self.nproc, here)
 
 
-RUN_NEEDS: Needs = MappingProxyType(always("run", "averaged", "mesh", "nproc", "device"))
-"""Of `RunOptions`; `started_problems` has what processes of torchrun make of ``nproc``."""
+def count_problems(processes: int, mesh: Mesh) -> Iterator[Problem]:
+    """Processes that are neither as many as the ranks of a mesh nor 0, which simulates them."""
+    if processes < 0 or (processes and processes != mesh.size):
+        got = f"{processes} for a mesh of {mesh.size}"
+        fix = f"set it to {mesh.size}, or to 0 to simulate them"
+        yield Problem("nproc", got, "one process per rank", fix)
 
 
 def started_problems(nproc: int, here: Process | None) -> Iterator[Problem]:
@@ -114,22 +112,24 @@ def device_type(name: str, processes: int = 1) -> str:
 
 def join(
     mesh: Mesh,
-    here: Process,
+    here: Process | None,
     device_type: str,
     timeout_seconds: float = TIMEOUT_SECONDS,
     recorder: FlightRecorder | None = None,
-) -> tuple[BoundMesh, torch.device]:
+) -> tuple[Mesh | BoundMesh, torch.device]:
     """Meet the other processes, and bind `mesh` to them: (bound mesh, this process's device).
 
-    Collective. Gloo on CPU, NCCL on CUDA. A collective that waits longer than `timeout_seconds` for
-    a rank that has stopped fails, and with it the job. What goes over the axes is recorded by
-    `recorder`.
+    Without a job (None) nothing is met, and `mesh` stays a simulated one. Collective: gloo on CPU,
+    NCCL on CUDA. A collective that waits longer than `timeout_seconds` for a rank that has stopped
+    fails, and with it the job. What goes over the axes is recorded by `recorder`.
 
     Raises:
         functron.cli.process.InputError: the others do not come; see `meet`.
         ValueError: the mesh has not one rank per process.
     """
     device = torch.device(device_type)
+    if here is None:
+        return mesh, device
     if device_type == "cuda":
         device = torch.device("cuda", here.local_rank)
         torch.cuda.set_device(device)

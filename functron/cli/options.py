@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import re
 import shutil
 import textwrap
@@ -220,6 +221,17 @@ def named_fields(arguments: Sequence[str], options: Iterable[Option]) -> frozens
         for option in options
         if not words.isdisjoint((f"--{option.name}", f"--{_negate(option.name)}"))
     )
+
+
+def value_of(option: str, arguments: Sequence[str]) -> str | None:
+    """The last value of an option in the command line, before it is parsed; None: it has none."""
+    found = None
+    for word, following in itertools.pairwise([*arguments, ""]):
+        if word == option and following and not following.startswith("--"):
+            found = following
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found
 
 
 def _negate(name: str) -> str:

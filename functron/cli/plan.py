@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import shlex
 from collections.abc import Collection, Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from functron import apps
-from functron.cli.options import options_of, parse, with_names
+from functron.cli.options import options_of, parse, value_of, with_names
 from functron.cli.process import mistakes, outside
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.settings import (
@@ -529,16 +528,6 @@ def _check_is_first(run: str, first: str, command: str) -> None:
     if run != first:
         title, fix = "cannot tell which run this is about", f"functron {command} {run} ..."
         refuse(title, "run", repr(run), "the first argument", fix)
-
-
-def value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """The value of an option in the command line; None: it has none."""
-    for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        if word == option and following:
-            return following
-        if word.startswith(f"{option}="):
-            return word.partition("=")[2]
-    return None
 
 
 def file_of(path: Path) -> Path:

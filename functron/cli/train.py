@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import shlex
@@ -24,12 +23,12 @@ from tqdm import tqdm
 from functron import apps
 from functron.checkpoint.memory import folder_of
 from functron.checkpoint.saver import Moments, nowhere
-from functron.cli.launch import PROGRAM, device_type, join, launch, leave, supervise
-from functron.cli.options import named_fields, options_of, parse, with_names
+from functron.cli.launch import PROGRAM, count_problems, device_type, join, launch, leave, supervise
+from functron.cli.options import named_fields, options_of, parse, value_of, with_names
 from functron.cli.process import Process, current, mistakes, outside, record_failure
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.core.settings import Needs, always, sections_of, value_at, with_sections
+from functron.core.settings import sections_of, value_at, with_sections
 from functron.data import Blend
 from functron.models import lora
 from functron.models.family import list_presets
@@ -74,10 +73,6 @@ class TrainOptions:
     dry_run: bool = False
     hardware: str = ""
     options: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
-
-
-OWN_NEEDS: Needs = MappingProxyType(always("config", "dry_run", "hardware"))
-"""Of these options; those of a run are in `functron.training.checks`."""
 
 
 def run(
@@ -390,31 +385,26 @@ def _parse(
     arguments: Sequence[str], kind: type[TrainConfig] = TrainConfig
 ) -> tuple[TrainOptions, frozenset[str]]:
     """The options, and the fields that they set, rather than set back to what is usual."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--config", type=Path)
-    first.add_argument("--model")
-    first.add_argument("--precision")
-    first.add_argument("--device", default="auto")
-    first.add_argument("--out", type=Path)
-    first.add_argument("--resume")
     arguments = _spelled_out(arguments)
-    early, _ = first.parse_known_args(arguments)
-    resumes = early.resume in ("True", "auto")
-    begun = early.out / run_folder.CONFIG if resumes and early.out else None
+    file, model, precision, device, out, resume = (
+        value_of(f"--{name}", arguments)
+        for name in ("config", "model", "precision", "device", "out", "resume")
+    )
+    begun = Path(out) / run_folder.CONFIG if resume in ("True", "auto") and out else None
     begun = begun if begun is not None and begun.is_file() else None
-    file = early.config or begun
-    on_gpu = early.device != "cpu" and torch.cuda.is_available()
+    given = Path(file) if file else None
+    on_gpu = device != "cpu" and torch.cuda.is_available()
     base = starting_config(
-        file,
-        model=early.model,
-        precision=early.precision,
+        given or begun,
+        model=model,
+        precision=precision,
         default_precision="bf16" if on_gpu else None,
         begun=begun,
         kind=kind,
     )
     options_kind = _options_kind(kind)
-    default = options_kind(early.config, options=base)
-    made = parse(options_kind, arguments, "train", default, needs=OWN_NEEDS)
+    default = options_kind(given, options=base)
+    made = parse(options_kind, arguments, "train", default)
     made = replace(made, options=run_folder.with_changed_batch(made.options))
     plain, now = kind(), made.options
     plain = with_model(plain, now.model) if now.model in list_presets() else plain
@@ -453,14 +443,9 @@ class RerunOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
-RERUN_NEEDS: Needs = MappingProxyType(always("run", "step", "mesh", "nproc", "device"))
-"""The needs of options, for them to have an effect. Under torchrun, processes that are asked for
-say that they are those of the run, with whose numbers ours are compared bit for bit."""
-
-
 def rerun(arguments: Sequence[str]) -> int:
     """Print the verdict."""
-    options = parse(RerunOptions, arguments, "rerun", needs=RERUN_NEEDS)
+    options = parse(RerunOptions, arguments, "rerun")
     here = current()
     with mistakes():
         config, exact = _of_run(options, here)
@@ -469,11 +454,7 @@ def rerun(arguments: Sequence[str]) -> int:
         return launch(config.parallelism.nproc, ["-m", "functron", "rerun", *arguments])
     mesh = Mesh.parse(config.parallelism.mesh)
     with mistakes():
-        if here is None:
-            made = prepare(config, mesh, kind)
-        else:
-            bound, device = join(mesh, here, kind, config.watchdog.timeout_seconds)
-            made = prepare(config, bound, device)
+        made = prepare(config, *join(mesh, here, kind, config.watchdog.timeout_seconds))
     with deterministic() if config.compute.deterministic else nullcontext():
         verdict = guard.attribute_fault(
             made, options.run, Job.of(made), options.step, (), exact=exact
@@ -490,16 +471,14 @@ def _of_run(options: RerunOptions, here: Process | None) -> tuple[TrainConfig, b
     mesh = begun.parallelism.mesh if options.mesh == "run" else options.mesh
     nproc = begun.parallelism.nproc if options.nproc < 0 else options.nproc
     steps = [record["step"] for record in records.read(options.run / records.METRICS)]
-    size = Mesh.parse(mesh).size
     found = []
     if not 1 <= options.step <= max(steps, default=begun.steps):
         wanted = f"one of the {max(steps, default=begun.steps)} that the run took"
         found.append(Problem("step", str(options.step), wanted))
     processes = here.world_size if here else nproc
-    if processes and processes != size:
-        fix = f"set it to {size}, or to 0 to simulate them"
-        found.append(Problem("nproc", f"{processes} for a mesh of {size}", "one per rank", fix))
-    raise_problems("cannot take the step again", found)
+    raise_problems(
+        "cannot take the step again", [*found, *count_problems(processes, Mesh.parse(mesh))]
+    )
     same = Mesh.parse(mesh) == Mesh.parse(begun.parallelism.mesh)
     exact = same and (
         begun.parallelism.nproc == processes or (here is not None and options.nproc < 0)

@@ -233,12 +233,22 @@ def with_optional_sections(kind: type[T], sections: Mapping[str, type], mark: Ma
         (name, inner | None, dataclasses.field(default=None, metadata={_MARK: mark}))
         for name, inner in sections.items()
     ]
-    return _add_fields(kind, fields)
+    return _extend_dataclass(kind, fields)
 
 
-def _add_fields(kind: type, fields: Sequence[tuple]) -> Any:
-    made: Any = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True)
-    made.__doc__, made.__module__ = kind.__doc__, kind.__module__
+def _extend_dataclass(kind: type[T], rows: Sequence[tuple[str, Any, Any]]) -> type[T]:
+    """A dataclass with more sections, which its docstring names with the first line of theirs."""
+    made = dataclasses.make_dataclass(kind.__name__, rows, bases=(kind,), frozen=True)
+    doc, attributes, rest = (kind.__doc__ or "").partition("    Attributes:\n")
+    if attributes:
+        indent = rest[: len(rest) - len(rest.lstrip())]
+        own = hints_of(kind)
+        inner = {name: section_in(hint)[0] for name, hint, _ in rows if name not in own}
+        texts = {
+            name: (each.__doc__ or name).strip().partition("\n")[0] for name, each in inner.items()
+        }
+        rest = rest.rstrip() + "".join(f"\n{indent}{name}: {text}" for name, text in texts.items())
+    made.__doc__, made.__module__ = f"{doc}{attributes}{rest}", kind.__module__
     return made
 
 
@@ -295,7 +305,7 @@ def _extend_settings(kind: type, sections: tuple[tuple[str, type], ...]) -> Any:
         (name, inner, dataclasses.field(default_factory=inner, metadata={_MARK: marks[name]}))
         for name, inner in sections
     ]
-    return _add_fields(kind, rows)
+    return _extend_dataclass(kind, rows)
 
 
 # --- replacing
@@ -555,11 +565,6 @@ class Need:
 
 Needs = Mapping[str, Need]
 """By the name of a setting, such as ``optimizer.b1``; that of a section stands for all under it."""
-
-
-def always(*names: str) -> Needs:
-    """The needs of options that have an effect in any case, or that another check refuses."""
-    return dict.fromkeys(names, Need(lambda config: True, "", ""))
 
 
 def never(wanted: str, fix: str, *names: str) -> Needs:

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from functron.core.errors import Problem, local_path, raise_problems, refuse
-from functron.core.settings import Need, Needs, always
+from functron.core.settings import Need, Needs
 from functron.data.indexed import IndexedFile, IndexedWriter
 from functron.data.mapped_files import (
     MAX_LISTED,
@@ -132,19 +132,14 @@ class PreprocessSettings:
 
 SETTINGS_NEEDS: Needs = MappingProxyType(
     {
-        **always(
-            "inputs", "tokenizer", "out", "append_eod", "prepend_bos", "special_tokens",
-            "end_of_text", "pattern", "format", "dtype", "empty", "workers",
-        ),
         "key": Need(
             lambda c: any(kind_of(file) != "text" for file in find_files(c.inputs)),
             "JSONL or Parquet, whose texts have a name",
             "give a file of these: text as it is has none",
         ),
     }
-)  # fmt: skip
-"""The needs of the fields of `PreprocessSettings`, to have an effect. What readers of tokens go by,
-such as the rules by which they were made, has an effect on any text; others are refused."""
+)
+"""Needs of fields of `PreprocessSettings`; others have an effect on any text, or are refused."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from functron.optim import (
 from functron.optim.config import OPTIMIZER_NEEDS, SCHEDULE_NEEDS
 from functron.pipeline.partition import Part
 from functron.precision import POLICIES
-from functron.spmd import CONTEXT_AXES, DATA_AXES, Mesh
+from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.training import data, evaluation, records, run_folder
 from functron.training.config import TrainConfig, configure, load, with_model, with_precision
 from functron.training.resume import recipe_text
@@ -184,32 +184,8 @@ TRAIN_NEEDS: Needs = MappingProxyType({
 sections declare them, and of more than one section."""
 
 
-_ORDERED = Need(
-    lambda c: c.data.order != ARITHMETIC, "the order of an application", "name one: order=NAME"
-)
-_TOKENS = Need(data.is_on_disk, "tokens on disk", "make them with functron preprocess")
-
-_RESTORING = " or ".join(
-    family.title
-    for family in trained_families().values()
-    if family.objective and not family.objective.predicts_next
-)
-
 TOLD_NEEDS: Needs = MappingProxyType({
-    **dict.fromkeys(("order_samples", "order_cache", "blend_surplus"), _ORDERED),
-    **dict.fromkeys(("split", "extra_token", "mask_documents", "fim_rate"), _TOKENS),
-    "pack": Need(
-        lambda c: data.is_on_disk(c) or data.is_chat(c), "tokens on disk, or conversations",
-        "make them with functron preprocess",
-    ),
-    **{
-        name: Need(
-            lambda c, name=name: name not in data.useless_of(c),
-            "a model that restores tokens",
-            f"choose {_RESTORING}" if _RESTORING else "",
-        )
-        for name in names_with_tag(TrainConfig, "objective")
-    },
+    **data.DATA_NEEDS,
     "gpt": Need(lambda c: c.family.name == "gpt", "a GPT", "choose one: --model"),
 })  # fmt: skip
 """The same, of fields whose other values are refused by checks of their own: these are for options
@@ -459,7 +435,7 @@ def _ramp_problems(config: TrainConfig, mesh: Mesh, ramp: RampUp) -> Iterator[Pr
         yield Problem("ramp_up", got, f"multiples of {share}: {why}", fix)
 
 
-def sequence_parts(config: TrainConfig, mesh: Mesh) -> tuple[int, str]:
+def sequence_parts(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[int, str]:
     """Into how many equal parts a sequence is cut, and by what."""
     counts = {f"{axis}={mesh[axis]}": mesh[axis] for axis in CONTEXT_AXES if mesh[axis] > 1}
     if mesh["cp"] > 1 and config.parallelism.zigzag:

@@ -546,7 +546,7 @@ def load(
             wrong kind, all of which are listed, or describes an impossible model; or the package
             for YAML is not installed.
     """
-    table = nest_table(_table(Path(path)), kind)
+    table = nest_table(_read_file(Path(path)), kind)
     if known_only:
         known = {field.name for field in dataclasses.fields(kind)}
         table = {k: x for k, x in table.items() if k in known or not isinstance(x, Mapping)}
@@ -675,35 +675,37 @@ def starting_config(
     return base if precision in (None, "auto") else with_precision(base, precision)
 
 
-def _table(path: Path) -> dict[str, Any]:
-    """The keys and values in a file."""
-    is_yaml = path.suffix in _YAML
-    title, kind = "cannot read the configuration", "YAML" if is_yaml else "TOML"
-    if is_yaml and path.is_file() and importlib.util.find_spec("yaml") is None:
-        fix = "pip install 'functron[yaml]', or write it as TOML"
-        refuse(title, "pyyaml", "no such package", f"it, to read {path}", fix)
+def _read_file(path: Path) -> dict[str, Any]:
+    """The keys and values in a configuration: of YAML by its name, or else of TOML."""
+    title = "cannot read the configuration"
+    if path.suffix in _YAML:
+        return read_yaml(path, title, ", or write it as TOML")
     try:
-        text = path.read_text(encoding="utf-8")
-        return _from_yaml(text) if is_yaml else tomllib.loads(text)
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        refuse(title, str(path), reason, f"a readable {kind} file", _another(path, error))
+        refuse(title, str(path), reason, "a readable TOML file", _another(path, error))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, title: str = "cannot read YAML", otherwise: str = "") -> dict[str, Any]:
     """The mapping in a file of YAML, or of JSON, which is YAML too.
+
+    Args:
+        path: of the file.
+        title: of errors.
+        otherwise: what can be done without the package for YAML.
 
     Raises:
         ValueError: it cannot be read, or the package that reads it is not installed.
     """
-    if importlib.util.find_spec("yaml") is None:
-        fix = "pip install 'functron[yaml]'"
-        refuse("cannot read YAML", "pyyaml", "no such package", f"it, to read {path}", fix)
+    if path.is_file() and importlib.util.find_spec("yaml") is None:
+        fix = f"pip install 'functron[yaml]'{otherwise}"
+        refuse(title, "pyyaml", "no such package", f"it, to read {path}", fix)
     try:
         return _from_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        refuse("cannot read YAML", str(path), reason, "a readable file")
+        refuse(title, str(path), reason, "a readable YAML file", _another(path, error))
 
 
 def _from_yaml(text: str) -> dict[str, Any]:

@@ -144,8 +144,7 @@ def pipeline_cost(setup: RunSetup) -> PipelineCost:
         kind = (partition.kind(number), setup.high(part))
         if kind not in known:
             known[kind] = _stage_cost(setup, number)
-        found = known[kind]
-        stages.append(StageCost(part, found.flops, found.held_bytes, found.sent_bytes))
+        stages.append(replace(known[kind], part=part))
     forward, inner, weights = zip(*(stage.flops for stage in stages), strict=True)
     costs = Costs(forward, None, inner, weights)
     ranks = tuple(

@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.core.settings import names_with_tag, value_at
+from functron.core.settings import Need, Needs, names_with_tag, unused_problems, value_at
 from functron.data import (
     Blend,
     Chat,
@@ -34,11 +35,11 @@ from functron.data.blend import ALL, PARTS, DocumentRange, parse_blend
 from functron.data.chat import Conversations, chat_files
 from functron.data.indexed import IndexedFile
 from functron.data.mapped_files import TextTokenizer, TokenFile, find
-from functron.data.sampling import SampleMaker, SampleOrder
+from functron.data.sampling import ARITHMETIC, SampleMaker, SampleOrder
 from functron.data.shards import is_tokens, provenance, read_provenance, rules_of
 from functron.data.token_datasets import Documents, StoredTokens, Texts, check_vocabulary
 from functron.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
-from functron.models.family import Objective
+from functron.models.family import Objective, trained_families
 from functron.spmd import Mesh
 from functron.training import run_folder
 from functron.training.config import TrainConfig, configure
@@ -67,20 +68,11 @@ def flops_per_token(config: TrainConfig) -> int:
     return config.family.flops_per_token(config.architecture, *sizes)
 
 
-def useless_of(config: TrainConfig) -> tuple[str, ...]:
-    """The settings of the data that the objective of this model does not read."""
-    read, names = objective_of(config).settings, names_with_tag(TrainConfig, "objective")
-    return tuple(name for name in names if name not in read)
-
-
 def objective_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     """Settings that do not fit the objective; no file is read."""
-    family, default, objective = config.family, TrainConfig(), objective_of(config)
-    for name in useless_of(config):
-        if (value := value_at(config, name)) != value_at(default, name):
-            yield Problem(name, str(value), f"nothing with {family.title}", "leave it out")
+    objective = objective_of(config)
     if config.data.fim_rate and not objective.predicts_next:
-        got, fix = f"{config.data.fim_rate} with {family.title}", "leave it out"
+        got, fix = f"{config.data.fim_rate} with {config.family.title}", "leave it out"
         yield Problem("fim_rate", got, "a model that predicts the next token", fix)
     yield from objective.find_problems(config, mesh)
 
@@ -103,6 +95,31 @@ def is_on_disk(config: TrainConfig) -> bool:
     if not config.data.path or is_chat(config):
         return False
     return _is_one(config.data.path) or parse_blend(config.data.path) is not None
+
+
+_ORDERED = Need(
+    lambda c: c.data.order != ARITHMETIC, "the order of an application", "name one: order=NAME"
+)
+_TOKENS = Need(is_on_disk, "tokens on disk", "make them with functron preprocess")
+
+
+def _need_of_objective(name: str) -> Need:
+    """A model whose objective reads a setting, of those that can be trained here."""
+    trained = trained_families().values()
+    titles = [x.title for x in trained if x.objective and name in x.objective.settings]
+    wanted = " or ".join(titles) or "a model that restores tokens"
+    return Need(lambda c: name in objective_of(c).settings, wanted, "choose one: --model")
+
+
+DATA_NEEDS: Needs = MappingProxyType({
+    **dict.fromkeys(("order_samples", "order_cache", "blend_surplus"), _ORDERED),
+    **dict.fromkeys(("split", "extra_token", "mask_documents", "fim_rate"), _TOKENS),
+    "pack": Need(
+        lambda c: is_on_disk(c) or is_chat(c), "tokens on disk, or conversations", _TOKENS.fix
+    ),
+    **{name: _need_of_objective(name) for name in names_with_tag(TrainConfig, "objective")},
+})  # fmt: skip
+"""Conditions for settings of the data to have an effect."""
 
 
 def sources_of(config: TrainConfig) -> list[str]:
@@ -429,16 +446,8 @@ def problems_of(config: TrainConfig) -> Iterator[Problem]:
         ValueError: the run folder's configuration cannot be read.
     """
     path = run_folder.tokenizer_path(config)
-    if not is_on_disk(config):
-        fix = "make them with functron preprocess, or leave it out"
-        if not config.data.extra_token:
-            yield Problem("extra_token", "False", "tokens on disk", fix)
-        for name in ("split", "mask_documents", "fim_rate"):
-            if value := value_at(config, name):
-                yield Problem(name, str(value), "tokens on disk", fix)
-        if config.data.pack and not is_chat(config):
-            yield Problem("pack", config.data.pack, "tokens on disk, or conversations", fix)
-    elif config.data.pack and config.data.fim_rate:
+    yield from unused_problems(config, DATA_NEEDS)
+    if is_on_disk(config) and config.data.pack and config.data.fim_rate:
         fix = "leave it out, or --mask-documents in place of --pack"
         wanted = "documents as long as they were packed"
         yield Problem(
@@ -490,12 +499,8 @@ def _rule_problems(config: TrainConfig, tokenizer: Path | None) -> Iterator[Prob
 
 def _order_problems(config: TrainConfig) -> Iterator[Problem]:
     """Settings that cannot be combined with the order of samples."""
-    default, order, name_of_order = TrainConfig(), config.data.sample_order, config.data.order
+    order, name_of_order = config.data.sample_order, config.data.order
     if order is None:
-        for name in ("order_samples", "order_cache", "blend_surplus"):
-            if (value := value_at(config, name)) != value_at(default, name):
-                wanted = f"nothing with order={name_of_order}"
-                yield Problem(name, str(value), wanted, "leave it out, or name an --order")
         return
     wanted, fix = "Megatron-LM's .bin and .idx", "name their prefix: --data PREFIX, or leave it out"
     if not is_on_disk(config) or config.data.format == "mock" or not config.data.path:

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ from functron.core import tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.data.blend import PARTS
 from functron.data.chat import IGNORED
-from functron.data.sampling import ARITHMETIC
+from functron.data.sampling import ARITHMETIC, Samples
 from functron.data.shards import provenance
 from functron.data.token_datasets import Sliding, Texts
 from functron.models import gpt
@@ -42,7 +42,7 @@ _NAME = re.compile(r"[\w.-]+")
 _FIX = 'write --eval-data "NAME=PATH", several separated by spaces, paths with spaces in quotes'
 
 
-class Epoch(Protocol):
+class Epoch(Samples, Protocol):
     """Samples with epochs: all of `functron.data` except blends.
 
     Attributes:
@@ -50,16 +50,6 @@ class Epoch(Protocol):
     """
 
     num_samples: int
-
-    def batch(
-        self, step: int, global_batch: int, part: tuple[int, int] = (0, 1)
-    ) -> dict[str, torch.Tensor]:
-        """This part's rows of the batch of `step`."""
-        ...
-
-    def summary(self) -> str:
-        """The samples in a few words for the user."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +65,7 @@ class HeldOut:
     """
 
     name: str
-    samples: Epoch
+    samples: Epoch | Sliding
     global_batch: int
     num_batches: int
 
@@ -106,8 +96,7 @@ def parse_sets(text: str) -> dict[str, str]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise_problems("cannot name sets", [Problem("eval_data", repr(text), f"{error}", _FIX)])
-        raise AssertionError("unreachable") from error
+        refuse("cannot name sets", "eval_data", repr(text), str(error), _FIX)
     found: dict[str, str] = {}
     problems = []
     for word in words:
@@ -218,14 +207,17 @@ def open_sets(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> l
     return found
 
 
-def _make_held_out(name: str, samples: Epoch, config: TrainConfig) -> HeldOut:
+def _make_held_out(name: str, samples: Epoch | Sliding, config: TrainConfig) -> HeldOut:
     """A set in batches. ValueError where none has a target; usually only the first is read."""
     size, most = config.data.global_batch, config.evaluation.batches
     count = -(-samples.num_samples // size)
     found = HeldOut(name, samples, size, min(count, most or count))
     batches = map(found.batch, range(found.num_batches))
     if not any(bool((batch["targets"] != IGNORED).any()) for batch in batches):
-        _refuse_empty(found)
+        got = f"{found.num_batches} batches without any target"
+        fix = "evaluate on longer documents, on more batches, or with a higher mask_rate"
+        title, wanted = "cannot evaluate on this", "at least one target"
+        refuse(title, f"held-out set {name!r}", got, wanted, fix)
     return found
 
 
@@ -236,13 +228,6 @@ def _name_set(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"held-out set {name!r}: {error}") from error
-
-
-def _refuse_empty(held_out: HeldOut) -> NoReturn:
-    got = f"{held_out.num_batches} batches without any target"
-    fix = "evaluate on longer documents, on more batches, or with a higher mask_rate"
-    wanted = "at least one target"
-    refuse("cannot evaluate on this", f"held-out set {held_out.name!r}", got, wanted, fix)
 
 
 def open_texts(config: TrainConfig, *, reader: data.Reader = data.reader_of) -> dict[str, Texts]:
@@ -384,9 +369,6 @@ def evaluate(
     Returns:
         By name of the set ``loss`` in nats per target, ``perplexity``, its exponential, and
         ``tokens``, the number of targets.
-
-    Raises:
-        ValueError: a set has no target.
     """
     found = {}
     for held_out in sets:
@@ -395,9 +377,7 @@ def evaluate(
             summed, targets = program(params, batch(held_out, index))
             total, count = total + summed.double(), count + targets
         total, count = float(total), int(count)
-        if not count:
-            _refuse_empty(held_out)
-        loss = total / count
+        loss = total / count  # of at least one: a set without any was refused as it was opened
         # e^709 is the largest that a float64 holds
         perplexity = math.exp(loss) if not loss > 709 else math.inf
         found[held_out.name] = {"loss": loss, "perplexity": perplexity, "tokens": count}

@@ -185,7 +185,7 @@ def jsonl(path: Path) -> Iterator[Callable[[Record], None]]:
     with path.open("a", encoding="utf-8") as stream:
 
         def write(record: Record) -> None:
-            stream.write(json.dumps(_finite(record)) + "\n")
+            stream.write(json.dumps(finite(record)) + "\n")
             stream.flush()
 
         yield write
@@ -209,7 +209,7 @@ def event_log(path: Path | None) -> Iterator[Callable[..., None]]:
         if file is None:
             file = path.open("ab", buffering=0)
         event = {"step": step, "kind": kind, "time": time.time(), "rank": None, **about}
-        file.write((json.dumps(_finite(event)) + "\n").encode())
+        file.write((json.dumps(finite(event)) + "\n").encode())
 
     try:
         yield write
@@ -437,11 +437,12 @@ def by_path(record: Record) -> Iterator[tuple[str, Any, int]]:
         yield name, value, record["step"]
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A value for JSON, in which a number that is not finite is None."""
     if isinstance(value, Mapping):
-        return {name: _finite(inner) for name, inner in value.items()}
+        return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -46,9 +46,7 @@ from functron.optim.low_precision import (
     quantise,
 )
 from functron.precision import Recipe
-from functron.spmd import BoundMesh, P
-from functron.spmd.params import ParamDef, history_mask, init_params
-from functron.spmd.spec import is_spec, local_shape
+from functron.spmd.params import history_mask, init_params
 from functron.training import run_folder
 from functron.training.config import TrainConfig, load, read_settings
 from functron.training.setup import RunSetup
@@ -81,8 +79,8 @@ def restore_state(
     adapted = lora.has_adapters(leaf.path for leaf in setup.placement.leaves)
     new = adapted and not lora.has_adapters(names)
     if new or not any(name.startswith("opt_state/") for name in names):
-        return _restore_params(path, setup, key, device, new=new, recast=recast)
-    like = abstract_state(setup, key)
+        return _restore_params(stored, setup, key, device, new=new, recast=recast)
+    like = setup.init(key.to("meta"))
     wanted = dict(zip(tree.paths(like), tree.leaves(like), strict=True))
     stored.open(names)
     histories = _new_histories(setup, stored)
@@ -108,34 +106,25 @@ def restore_state(
     return state, (*done, *_describe_empty(histories))
 
 
-def abstract_state(setup: RunSetup, key: torch.Tensor) -> State:
-    """The state of this process as meta tensors."""
-    mesh = setup.mesh
-
-    def one(d: ParamDef, spec: P) -> torch.Tensor:
-        shape = local_shape(d.shape, spec, mesh) if isinstance(mesh, BoundMesh) else d.shape
-        return torch.empty(shape, dtype=d.dtype, device="meta")
-
-    specs = tree.broadcast_prefix(setup.stored_specs, setup.defs, is_leaf=is_spec, what="specs")
-    rows = zip(tree.leaves(setup.defs), specs, strict=True)
-    params = tree.unflatten(tree.structure(setup.defs), [one(*row) for row in rows])
-    return setup.init(key.to("meta"), params)
-
-
 def _restore_params(
-    path: Path, setup: RunSetup, key: torch.Tensor, device: torch.device, *, new: bool, recast: bool
+    stored: checkpoint.Checkpoint,
+    setup: RunSetup,
+    key: torch.Tensor,
+    device: torch.device,
+    *,
+    new: bool,
+    recast: bool,
 ) -> tuple[State, tuple[str, ...]]:
     """An initial state with a checkpoint's parameters, to which `new` adapters are added."""
-    where, params = setup.placement, abstract_state(setup, key).params
+    where, params = setup.placement, setup.init(key.to("meta")).params
     if setup.config.optimizer.fp32_masters:  # masters take what is stored in float32
-        params = _widen_as_stored(params, path)
+        params = _widen_as_stored(params, stored)
         dtypes = {f"params/{name}": leaf.dtype for name, leaf in _name_leaves(params)}
         leaves = [
             dataclasses.replace(leaf, dtype=dtypes.get(leaf.path, leaf.dtype))
             for leaf in where.leaves
         ]
         where = dataclasses.replace(where, leaves=tuple(leaves))
-    stored = checkpoint.Checkpoint(path)
     histories = _new_histories(setup, stored)
     chosen = {"params": lora.split(params)[0] if new else params}
     empty: tree.Tree = {}
@@ -145,7 +134,7 @@ def _restore_params(
     own = {f"params/{name}": leaf for name, leaf in _name_leaves(chosen["params"])}
     done = _describe_conversions(own, stored)
     _require_recast(done, stored, recast)
-    read = checkpoint.restore(path, chosen, placement=where, cast=recast, device=device)
+    read = checkpoint.restore(stored.path, chosen, placement=where, cast=recast, device=device)
     params = read["params"]
     if new:  # the checkpoint has the model's own parameters only
         init_key, _ = random.split(key.to(device)).unbind(0)
@@ -197,9 +186,8 @@ def _name_leaves(params: tree.Tree) -> Iterator[tuple[str, torch.Tensor]]:
     return zip(tree.paths(params), tree.leaves(params), strict=True)
 
 
-def _widen_as_stored(params: tree.Tree, path: Path) -> tree.Tree:
+def _widen_as_stored(params: tree.Tree, stored: checkpoint.Checkpoint) -> tree.Tree:
     """`params`, in float32 where the checkpoint is and theirs is a lower precision."""
-    stored = checkpoint.Checkpoint(path)
 
     def one(name: str, leaf: torch.Tensor) -> torch.Tensor:
         held = stored[f"params/{name}"].dtype if f"params/{name}" in stored else None

@@ -33,7 +33,7 @@ from functron.training.config import TrainConfig, configure
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
 from functron.training.loop import At, LoopHook, Request, close_with, end_process
 from functron.training.records import Reporter
-from functron.training.resume import abstract_state, restore_state
+from functron.training.resume import restore_state
 from functron.training.setup import RunSetup, Watch, make_setup
 from functron.training.step import State
 
@@ -408,7 +408,7 @@ def _memory_of(made: RunSetup, memory: Path | None) -> Memory | None:
     """The states in memory of a run; None where none are kept. Collective."""
     if memory is None or not isinstance(made.mesh, BoundMesh):
         return None
-    like = abstract_state(made, random.key(made.config.seed).to("meta"))
+    like = made.init(random.key(made.config.seed).to("meta"))
     samples = made.config.gaps  # which a state has not seen
     earlier = made.config.data.earlier_batches  # after which it has seen others
     seen = f"{made.config.seed} {samples}" + (f" {earlier}" if earlier else "")

@@ -12,10 +12,10 @@ import tomllib
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from functron import checkpoint
-from functron.core.errors import Problem, local_path, raise_problems
+from functron.core.errors import Problem, local_path, refuse
 from functron.core.settings import nest_table, settings_of
 from functron.data.sampling import ARITHMETIC, earlier_text
 from functron.data.text_files import replace_text
@@ -36,6 +36,7 @@ def claim(config: TrainConfig) -> Path:
         ValueError: it cannot be created or written to.
     """
     numbered = (Path("runs") / f"{config.model}-{number}" for number in itertools.count(1))
+    fix = "choose a place that this user may write to: --out"
     for path in [local_path(config.out, "out")] if config.out else numbered:
         try:
             path.mkdir(parents=True, exist_ok=bool(config.out))
@@ -44,18 +45,12 @@ def claim(config: TrainConfig) -> Path:
         except FileExistsError:
             if not config.out:
                 continue
-            _refuse(path, "a file", path)
+            got, where = "a file", path
         except OSError as error:
-            _refuse(path, error.strerror or str(error), error.filename or path)
-        return path
-    raise AssertionError("unreachable")
-
-
-def _refuse(path: Path, got: str, where: str | Path) -> NoReturn:
-    fix = "choose a place that this user may write to: --out"
-    raise_problems(f"cannot make the run folder {path}", [
-        Problem(str(where), got, "a folder to write in", fix)
-    ])  # fmt: skip
+            got, where = error.strerror or str(error), error.filename or path
+        else:
+            return path
+        refuse(f"cannot make the run folder {path}", str(where), got, "a folder to write in", fix)
     raise AssertionError("unreachable")
 
 
@@ -242,8 +237,7 @@ def refuse_existing(out: Path, title: str) -> None:
     """Raise ValueError with this title if `out` exists."""
     local_path(out, "out")
     if out.exists():
-        problem = Problem(str(out), "an existing path", "a new one", "choose another")
-        raise_problems(title, [problem])
+        refuse(title, str(out), "an existing path", "a new one", "choose another")
 
 
 def make(out: Path, fill: Callable[[Path], None]) -> None:
@@ -263,5 +257,4 @@ def make(out: Path, fill: Callable[[Path], None]) -> None:
             raise
         got = error.strerror or str(error)
         fix = "choose a place with room that this user may write to"
-        problem = Problem(str(error.filename or out), got, "a new folder", fix)
-        raise_problems(f"cannot write {out}", [problem])
+        refuse(f"cannot write {out}", str(error.filename or out), got, "a new folder", fix)

@@ -233,19 +233,6 @@ def _copy_part(value: Any, kept: Collection[Any]) -> Any:
     return value
 
 
-class Measured(NamedTuple):
-    """The values of all metrics at a step.
-
-    Attributes:
-        record: for the metrics of the step.
-        extra: extra arguments of the optimizer: ``norm`` where a value is an `optim.Norm`, and
-            ``value``, the loss, where it is known.
-    """
-
-    record: dict[str, Any]
-    extra: dict[str, Any]
-
-
 _TAKEN = frozenset({
     "loss", "aux", "targets", "loss_scale", "stuck", "updates", "step", "lr", "tokens",
     "tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes", "samples", "sources", "batch",
@@ -254,8 +241,12 @@ _TAKEN = frozenset({
 """Names that steps use in their metrics, or runs in their records."""
 
 
-def measure(metrics: Sequence[Metric], seen: Seen) -> Measured:
+def measure(metrics: Sequence[Metric], seen: Seen) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values of all metrics.
+
+    Returns:
+        Those for the metrics of the step; and extra arguments of the optimizer: ``norm`` where a
+        value is an `optim.Norm`, and ``value``, the loss, where it is known.
 
     Raises:
         ValueError: two metrics, or a metric and the step, have values of the same name.
@@ -280,7 +271,7 @@ def measure(metrics: Sequence[Metric], seen: Seen) -> Measured:
         record = tree.map(lambda x: _copy_part(x, kept), record)
     extra = {"norm": norms[0]} if norms else {}
     extra |= {"value": seen.found["loss"]} if "loss" in seen.found else {}
-    return Measured(record, extra)
+    return record, extra
 
 
 @public
@@ -346,10 +337,11 @@ def make_step(
             grads = sync_gradients(grads, g.specs, wanted, dtype=g.reduce_dtype)
         with section("update"):
             grads = optim.unscale(grads, optim.loss_scale(state.opt_state))
-            seen = measure(metrics, Seen(state, grads, specs, wanted, g.copies, found))
+            seen = Seen(state, grads, specs, wanted, g.copies, found)
+            measured, extra = measure(metrics, seen)
             step_ = optim.step_unless(g.lacks_targets(num_targets), optimizer)
-            params, opt_state = step_(grads, state.opt_state, state.params, **seen.extra)
-        found = {**found, **seen.record, **optim.scaling_metrics(opt_state)}
+            params, opt_state = step_(grads, state.opt_state, state.params, **extra)
+        found = {**found, **measured, **optim.scaling_metrics(opt_state)}
         return State(state.step + 1, params, opt_state, state.key), found
 
     return map_step(compute, update, g, mesh, specs, layout, batch_specs, replicated_over)

@@ -370,7 +370,9 @@ def test_what_does_not_go_with_packing(prefixes, tmp_path, capsys):
     said = "fim_rate: got 0.5 with pack=best-fit; wanted documents as long as they were packed"
     assert said in capsys.readouterr().err
     assert train(tmp_path / "x") == 2
-    said = "pack: got best-fit; wanted tokens on disk, or conversations; fix: make them with"
+    said = (
+        "pack: got 'best-fit', which has no effect; wanted tokens on disk, or conversations; fix: "
+    )
     assert said in capsys.readouterr().err
 
 
