@@ -32,11 +32,11 @@ import torch
 from peers.models import LEARNING_RATE, WEIGHT_DECAY, decoder, make_batch
 
 from functron import Mesh, jit, random
-from functron.core.chart import align_columns
+from functron.core.chart import align_columns, bytes_text, count_text
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.precision import Recipe
 from functron.precision.recipe import check_gpu
-from functron.program.cost import bytes_text, count_text, sent_bytes
+from functron.program.cost import sent_bytes
 from functron.program.equations import Scan
 from functron.program.text import axis_of, dtype_text
 from functron.program.trace import Program

@@ -20,6 +20,7 @@ from functron.cli.launch import RunOptions, device_type, join, launch, leave
 from functron.cli.options import parse
 from functron.cli.process import Process, current, mistakes
 from functron.core import random, tree
+from functron.core.chart import bytes_text
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import Need, Needs, number_problems, setting
 from functron.data import Tokenizer
@@ -28,7 +29,7 @@ from functron.data.token_datasets import Sliding
 from functron.data.tokenizer import ByteTokenizer, open_tokenizer
 from functron.models import generation, gpt, lora
 from functron.models.generation import Draw, generate
-from functron.program.cost import bytes_text, free_memory_bytes
+from functron.program.cost import free_memory_bytes
 from functron.spmd import DATA_AXES, BoundMesh, Mesh
 from functron.spmd.params import history_mask
 from functron.training import data, run_folder

@@ -1,4 +1,4 @@
-"""Charts and tables as text: a line chart as SVG that opens in any browser, and rows in columns."""
+"""Text and pictures: line charts as SVG, rows in columns, numbers with units."""
 
 from __future__ import annotations
 
@@ -246,6 +246,23 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
         for row in ((row or [""] * len(widths)) for row in rows)
     ]
     return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+
+
+def count_text(count: float) -> str:
+    """``1.23 T``: a count with a decimal prefix."""
+    return _with_unit(count, 1000, ["", " k", " M", " G", " T", " P", " E", " Z"])
+
+
+def bytes_text(count: float) -> str:
+    """``1.23 GiB``: bytes with a binary prefix."""
+    return _with_unit(count, 1024, [" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
+
+
+def _with_unit(value: float, base: int, units: list[str]) -> str:
+    power = 0
+    while abs(value) >= base and power < len(units) - 1:
+        value, power = value / base, power + 1
+    return f"{value:.2f}{units[power]}" if power else f"{value:g}{units[0]}"
 
 
 _WIDEST = 60  # columns are padded to the widest cell up to this; longer cells stick out

@@ -33,7 +33,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from functron.core.chart import align_columns
+from functron.core.chart import align_columns, bytes_text, count_text
 from functron.core.scopes import Phase
 from functron.program.equations import Code, Equation, Scan, Var
 from functron.program.text import axis_of, dtype_text, payload_bytes, short_line
@@ -342,23 +342,6 @@ def _touched_bytes(var: Var) -> int:
 
 
 # --- text
-
-
-def count_text(count: float) -> str:
-    """``1.23 T``: a count with a decimal prefix."""
-    return _with_unit(count, 1000, ["", " k", " M", " G", " T", " P", " E", " Z"])
-
-
-def bytes_text(count: float) -> str:
-    """``1.23 GiB``: bytes with a binary prefix."""
-    return _with_unit(count, 1024, [" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
-
-
-def _with_unit(value: float, base: int, units: list[str]) -> str:
-    power = 0
-    while abs(value) >= base and power < len(units) - 1:
-        value, power = value / base, power + 1
-    return f"{value:.2f}{units[power]}" if power else f"{value:g}{units[0]}"
 
 
 def html_table(rows: list[list[str]], *, heading: bool = False) -> str:

@@ -31,8 +31,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from functron.core.chart import align_columns, area_chart
-from functron.program.cost import bytes_text, html_table
+from functron.core.chart import align_columns, area_chart, bytes_text
+from functron.program.cost import html_table
 from functron.program.equations import Block, Code, Equation, Scan, Var, Where
 from functron.program.text import COLLECTIVES, short_line
 

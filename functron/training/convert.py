@@ -23,6 +23,7 @@ import torch
 
 from functron import checkpoint
 from functron.core import random, tree
+from functron.core.chart import bytes_text
 from functron.core.errors import Problem, local_path, nearest, raise_problems, refuse
 from functron.hub.reader import CONFIG, load, read_config, read_table
 from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
@@ -32,7 +33,7 @@ from functron.models.family import Config, family_of, trained_families
 from functron.models.gpt import GPTConfig
 from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.program.cost import bytes_text, free_memory_bytes
+from functron.program.cost import free_memory_bytes
 from functron.spmd import Mesh
 from functron.spmd.params import num_params
 from functron.training import config, run_folder

@@ -13,14 +13,13 @@ import torch
 
 from functron import checkpoint, optim
 from functron.core import random, tree
-from functron.core.chart import align_columns, table
+from functron.core.chart import align_columns, bytes_text, count_text, table
 from functron.core.settings import value_at
 from functron.pipeline.partition import Part
 from functron.pipeline.registry import NAMES
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.stage_backward import Stage, StageCall, trace_stage
 from functron.pipeline.timeline import Costs, Timeline
-from functron.program.cost import bytes_text, count_text
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd.params import ParamDef, abstract_params, num_params, param_specs
 from functron.spmd.spec import local_shape

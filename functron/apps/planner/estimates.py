@@ -32,10 +32,9 @@ from functron.apps.planner.rates import (
     time_program,
 )
 from functron.core import chart
-from functron.core.chart import table
+from functron.core.chart import bytes_text, count_text, table
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.models import gpt
-from functron.program.cost import bytes_text, count_text
 from functron.program.timeline import COMPUTE
 from functron.program.trace import Program
 from functron.spmd import CONTEXT_AXES, DATA_AXES, FSDP_AXES, Mesh

@@ -41,7 +41,7 @@ from functron.apps.planner.machines import (
 from functron.apps.planner.rates import FUNCTRON, Software, time_program
 from functron.apps.planner.search import count_state_bytes, trace_run
 from functron.core import random, tree
-from functron.core.chart import line_chart, table
+from functron.core.chart import bytes_text, line_chart, table
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.models import gpt
 from functron.program import cost
@@ -645,7 +645,7 @@ def describe_estimate(estimate: Estimate) -> str:
     return (
         f"{estimate.step_seconds:.3g} s a step ({low:.3g} to {high:.3g}), "
         f"{estimate.tokens_per_second:,.0f} tokens/s, MFU {estimate.mfu:.1%}, "
-        f"{cost.bytes_text(estimate.memory_bytes)} of the fullest rank"
+        f"{bytes_text(estimate.memory_bytes)} of the fullest rank"
     )
 
 
@@ -692,10 +692,8 @@ def compare_records(estimate: Estimate, records: Sequence[Record]) -> str:
         lines.append(f"  {name:20} expected {foreseen:8.3g} s, measured {found:8.3g} s")
     peak = max(record.get("peak_memory_bytes") or 0 for record in later)
     if peak:
-        held = cost.bytes_text(estimate.memory_bytes)
-        lines.append(
-            f"  {'memory at its peak':20} expected {held}, measured {cost.bytes_text(peak)}"
-        )
+        held = bytes_text(estimate.memory_bytes)
+        lines.append(f"  {'memory at its peak':20} expected {held}, measured {bytes_text(peak)}")
     return "\n".join(lines)
 
 

@@ -32,12 +32,11 @@ from functron.apps.planner.estimates import (
 from functron.apps.planner.machines import Hardware, RankPlacement, hardware
 from functron.apps.planner.rates import TracedPieces, trace_pieces
 from functron.core import random, tree
-from functron.core.chart import line_chart, table
+from functron.core.chart import bytes_text, line_chart, table
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.settings import value_at
 from functron.models import gpt
 from functron.optim import torch_dtype
-from functron.program.cost import bytes_text
 from functron.spmd import DATA_AXES, Mesh
 from functron.spmd.params import num_params, param_specs
 from functron.spmd.spec import local_shape
