@@ -184,8 +184,22 @@ TRAIN_NEEDS: Needs = MappingProxyType({
 sections declare them, and of more than one section."""
 
 
+_RESTORING = " or ".join(
+    family.title
+    for family in trained_families().values()
+    if family.objective and not family.objective.predicts_next
+)
+
 TOLD_NEEDS: Needs = MappingProxyType({
     **data.DATA_NEEDS,
+    **{
+        name: Need(
+            lambda c, name=name: name not in data.useless_of(c),
+            "a model that restores tokens",
+            f"choose {_RESTORING}" if _RESTORING else "",
+        )
+        for name in names_with_tag(TrainConfig, "objective")
+    },
     "gpt": Need(lambda c: c.family.name == "gpt", "a GPT", "choose one: --model"),
 })  # fmt: skip
 """The same, of fields whose other values are refused by checks of their own: these are for options

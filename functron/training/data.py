@@ -39,7 +39,7 @@ from functron.data.sampling import ARITHMETIC, SampleMaker, SampleOrder
 from functron.data.shards import is_tokens, provenance, read_provenance, rules_of
 from functron.data.token_datasets import Documents, StoredTokens, Texts, check_vocabulary
 from functron.data.tokenizer import BYTES, ByteTokenizer, open_tokenizer
-from functron.models.family import Objective, trained_families
+from functron.models.family import Objective
 from functron.spmd import Mesh
 from functron.training import run_folder
 from functron.training.config import TrainConfig, configure
@@ -68,11 +68,20 @@ def flops_per_token(config: TrainConfig) -> int:
     return config.family.flops_per_token(config.architecture, *sizes)
 
 
+def useless_of(config: TrainConfig) -> tuple[str, ...]:
+    """The settings of the data that the objective of this model does not read."""
+    read, names = objective_of(config).settings, names_with_tag(TrainConfig, "objective")
+    return tuple(name for name in names if name not in read)
+
+
 def objective_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     """Settings that do not fit the objective; no file is read."""
-    objective = objective_of(config)
+    family, default, objective = config.family, TrainConfig(), objective_of(config)
+    for name in useless_of(config):
+        if (value := value_at(config, name)) != value_at(default, name):
+            yield Problem(name, str(value), f"nothing with {family.title}", "leave it out")
     if config.data.fim_rate and not objective.predicts_next:
-        got, fix = f"{config.data.fim_rate} with {config.family.title}", "leave it out"
+        got, fix = f"{config.data.fim_rate} with {family.title}", "leave it out"
         yield Problem("fim_rate", got, "a model that predicts the next token", fix)
     yield from objective.find_problems(config, mesh)
 
@@ -102,22 +111,12 @@ _ORDERED = Need(
 )
 _TOKENS = Need(is_on_disk, "tokens on disk", "make them with functron preprocess")
 
-
-def _need_of_objective(name: str) -> Need:
-    """A model whose objective reads a setting, of those that can be trained here."""
-    trained = trained_families().values()
-    titles = [x.title for x in trained if x.objective and name in x.objective.settings]
-    wanted = " or ".join(titles) or "a model that restores tokens"
-    return Need(lambda c: name in objective_of(c).settings, wanted, "choose one: --model")
-
-
 DATA_NEEDS: Needs = MappingProxyType({
     **dict.fromkeys(("order_samples", "order_cache", "blend_surplus"), _ORDERED),
     **dict.fromkeys(("split", "extra_token", "mask_documents", "fim_rate"), _TOKENS),
     "pack": Need(
         lambda c: is_on_disk(c) or is_chat(c), "tokens on disk, or conversations", _TOKENS.fix
     ),
-    **{name: _need_of_objective(name) for name in names_with_tag(TrainConfig, "objective")},
 })  # fmt: skip
 """Conditions for settings of the data to have an effect."""
 
