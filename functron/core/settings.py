@@ -242,8 +242,8 @@ def _extend_dataclass(kind: type[T], rows: Sequence[tuple[str, Any, Any]]) -> ty
     doc, attributes, rest = (kind.__doc__ or "").partition("    Attributes:\n")
     if attributes:
         indent = rest[: len(rest) - len(rest.lstrip())]
-        known = {each.name for each in dataclasses.fields(kind)}
-        inner = {name: section_in(hint)[0] for name, hint, _ in rows if name not in known}
+        own = hints_of(kind)
+        inner = {name: section_in(hint)[0] for name, hint, _ in rows if name not in own}
         texts = {
             name: (each.__doc__ or name).strip().partition("\n")[0] for name, each in inner.items()
         }
