@@ -9,14 +9,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from functron import nn
 from functron.core.errors import Problem, nearest, on_hub, raise_problems
-from functron.core.settings import Need, Needs, needs_under, setting
-from functron.nn.attention import RopePairs
+from functron.core.settings import Need, Needs, choice_problems, needs_under, setting
 from functron.nn.mla import MLAConfig, latent_problems
 from functron.nn.moe import MOE_NEEDS, ExpertActivation, MoEConfig
 
@@ -24,16 +23,6 @@ Config = TypeVar("Config")
 Positions = Literal["rope", "learned", "none"]
 Norms = Literal["before", "after", "both"]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
-_CHOICES = MappingProxyType(
-    {
-        "norm": nn.NormKind,
-        "sublayer_norms": Norms,
-        "activation": ExpertActivation,
-        "positions": Positions,
-        "rope_pairs": RopePairs,
-        "dtype": Dtype,
-    }
-)
 _ROPE_DEFAULTS = (
     *(("local_rope_theta", 0), ("rope_fraction", 1), ("nope_every", 0)),
     *(("rope_pairs", "halves"), ("rope_sections", ())),
@@ -255,11 +244,7 @@ class GPTConfig(MLAConfig, TextConfig):
             if not 0 <= getattr(self, name) < math.inf
         ]
         misfits = [] if found else self._misfits()
-        for name, kind in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in get_args(kind):
-                fix = nearest(str(value), get_args(kind))
-                found.append(Problem(name, repr(value), "a known name", fix))
+        found += choice_problems(self)
         if not 0 <= self.dropout < 1:
             found.append(Problem("dropout", str(self.dropout), "at least 0 and below 1"))
         if not 0 < self.embed_scale < math.inf:
