@@ -398,6 +398,16 @@ def _order_of_pairs(logits: Tensor, score: KernelScore) -> Tensor:
     return log(logits).logsumexp(-1) - log(-logits).logsumexp(-1)
 
 
+def weights_of(chosen: Tensor, logits: Tensor, scores: Tensor, weighting: Weighting) -> Tensor:
+    """The weights of the `chosen` experts ``[..., top_k]``, as of `moe_router`."""
+    if weighting == "softmax of chosen":
+        return logits.gather(-1, chosen).softmax(-1)
+    weights = scores.gather(-1, chosen)
+    if weighting == "renormalised":
+        weights = weights / (weights.sum(-1, keepdim=True) + RENORMALISE_EPS)
+    return weights
+
+
 def best(x: Tensor, num: int, ties: Tensor | None = None) -> Tensor:
     """The indices of the `num` largest of the last dim, in order.
 
@@ -478,12 +488,7 @@ def _router_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         scores.detach(), logits.detach(), balance, _SCORES[score],
         top_k=top_k, num_groups=num_groups, top_groups=top_groups, top_two=bool(top_two),
     )  # fmt: skip
-    if _WEIGHTINGS[weighting] == "softmax of chosen":
-        return chosen, logits.gather(-1, chosen).softmax(-1), scores
-    weights = scores.gather(-1, chosen)
-    if _WEIGHTINGS[weighting] == "renormalised":
-        weights = weights / (weights.sum(-1, keepdim=True) + RENORMALISE_EPS)
-    return chosen, weights, scores
+    return chosen, weights_of(chosen, logits, scores, _WEIGHTINGS[weighting]), scores
 
 
 def _router_backward_reference(*args: Any) -> Tensor:

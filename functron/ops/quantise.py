@@ -74,7 +74,6 @@ _BLOCKS: Mapping[str, tuple[int, int]] = MappingProxyType(
 )
 _TWO_LEVELS = ("1x16", "16x16")
 _TILE, _THREADS, _PAD = 128, 256, 4
-_OF_MAGNITUDE = 2
 _LARGEST = torch.finfo(torch.float32).max
 _NAN = 0x7F  # in both formats
 
@@ -640,9 +639,8 @@ def _launch(
     macros = {"ELEMENT": type_name(x, "quantise"), "FORMAT": _MACROS[f.dtype]}
     launch(
         "quantise", "quantise", batch * -(-rows // _TILE) * -(-cols // _TILE), _THREADS,
-        x, amax, values[0], made[1], values[1], turned[1], None, rows, cols, x.stride(0),
-        x.stride(1), f.block[1] if f.block[0] == 1 < f.block[1] else 0,
-        power + _OF_MAGNITUDE * (f.shared == "tensor"),
+        x, amax, values[0], made[1], values[1], turned[1], rows, cols, x.stride(0),
+        x.stride(1), f.block[1] if f.block[0] == 1 < f.block[1] else 0, power,
         int(not any(n % PACK_BYTES for n in aligned)),
         int(cols * x.element_size() % PACK_BYTES == 0), int(rows % PACK_BYTES == 0),
         defines={**macros, "ROWS": str(int(by_rows))},
