@@ -232,10 +232,8 @@ def _sort_kernel(
     experts, kept = experts.contiguous(), kept.contiguous()
     assignments, columns = experts.numel(), num_experts + 1
     chunks = -(-assignments // _CHUNK)
-    order, tokens = experts.new_empty(rows), experts.new_empty(rows)
-    slots = experts.new_empty(experts.shape)
+    order, tokens, slots, sizes = _sort_fake(experts, kept, num_experts, rows)
     counts, starts = experts.new_empty(columns, chunks), experts.new_empty(columns)
-    sizes = experts.new_empty(num_experts)
     of_warps = _WARPS * columns * 4
     launch(
         "moe_sort", "count_chunks", chunks, 32 * _WARPS,
@@ -437,8 +435,7 @@ def _router_kernel(launch: Launch, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits if logits.stride(1) == 1 or experts == 1 else logits.contiguous()
     if balance is not None:
         balance = balance.to(torch.float32).contiguous()
-    chosen = logits.new_empty(tokens, top_k, dtype=torch.int64)
-    weights, scores = logits.new_empty(tokens, top_k), logits.new_empty(tokens, experts)
+    chosen, weights, scores = _router_fake(logits, balance, top_k)
     launch(
         "moe_router", "route", _router_grid(launch, logits), _LANES * _ROUTER_WARPS,
         logits, balance, chosen, weights, scores, tokens, experts, logits.stride(0), top_k,

@@ -526,15 +526,12 @@ def _format_rows(f: QuantisedFormat, x, amax, key, outer, inner, salt) -> tuple:
     (rows, cols), (height, width) = f.block, x.shape[1:]
     parts = x.reshape(len(x), height // rows, rows, width // cols, cols)
     whole = x.new_empty(len(x), 0, 0)
-    if f.blocks == "tensor":
-        by, scales = _scales(amax.reshape(-1, 1, 1), MOST[f.dtype], f.power_of_two)
-    elif f.blocks == "row":
-        by, scales = _scales(amax.unsqueeze(-1), MOST[f.dtype], f.power_of_two)
-    elif f.blocks in _TWO_LEVELS:
-        by, scales, whole = _two_levels(_largest(parts), amax.reshape(-1, 1, 1))
+    given = None if amax is None else amax.reshape(*amax.shape, *[1] * (3 - amax.dim()))
+    if f.blocks in _TWO_LEVELS:
+        by, scales, whole = _two_levels(_largest(parts), given)
     else:
-        power = f.power_of_two or f.blocks == "1x32"
-        by, scales = _scales(_largest(parts), MOST[f.dtype], power)
+        most, power = given, f.power_of_two or f.blocks == "1x32"
+        by, scales = _scales(_largest(parts) if most is None else most, MOST[f.dtype], power)
     scaled = parts * by[:, :, None, :, None] if f.blocks in _BLOCKS else x * by
     # 0 times an infinity is NaN, which a largest magnitude from elsewhere does not tell
     scaled = scaled.reshape(x.shape).add_(x, alpha=0)
@@ -653,11 +650,10 @@ def _format_fake(x, amax, key, outer, inner, salt, text, emulate) -> tuple:
     batch, height, width = x.shape
     rows, cols = f.block
     sizes = {"tensor": (1, 1), "row": (height, 1)}.get(f.blocks, (height // rows, width // cols))
-    kind = E8M0 if f.blocks == "1x32" else torch.float32
     two = f.blocks in _TWO_LEVELS
     return (
         x.new_empty((batch, height, width // 2 if f.dtype == E2M1 else width), dtype=f.dtype),
-        x.new_empty((batch, *sizes), dtype=E4M3 if two else kind),
+        x.new_empty((batch, *sizes), dtype=f.scale_dtype),
         x.new_empty((batch, 1, 1) if two else (batch, 0, 0), dtype=torch.float32),
     )
 
