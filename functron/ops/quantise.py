@@ -526,12 +526,11 @@ def _format_rows(f: QuantisedFormat, x, amax, key, outer, inner, salt) -> tuple:
     (rows, cols), (height, width) = f.block, x.shape[1:]
     parts = x.reshape(len(x), height // rows, rows, width // cols, cols)
     whole = x.new_empty(len(x), 0, 0)
-    given = None if amax is None else amax.reshape(*amax.shape, *[1] * (3 - amax.dim()))
+    most = _largest(parts) if amax is None else amax.reshape(*amax.shape, *[1] * (3 - amax.dim()))
     if f.blocks in _TWO_LEVELS:
-        by, scales, whole = _two_levels(_largest(parts), given)
+        by, scales, whole = _two_levels(_largest(parts), most)
     else:
-        most, power = given, f.power_of_two or f.blocks == "1x32"
-        by, scales = _scales(_largest(parts) if most is None else most, MOST[f.dtype], power)
+        by, scales = _scales(most, MOST[f.dtype], f.power_of_two or f.blocks == "1x32")
     scaled = parts * by[:, :, None, :, None] if f.blocks in _BLOCKS else x * by
     # 0 times an infinity is NaN, which a largest magnitude from elsewhere does not tell
     scaled = scaled.reshape(x.shape).add_(x, alpha=0)
