@@ -23,7 +23,6 @@ using Lot = Pack<ELEMENT>;                         // what a lane reads of a row
 constexpr int LOT = Lot::size, LANES = TILE / LOT, TURN = THREADS / LANES;  // elements; lanes of a row; rows at a time
 constexpr int AHEAD = 4;                           // rows that a lane asks for before it uses the first
 constexpr int MX = 32, PAD = 4;
-constexpr int OF_MAGNITUDE = 2;
 constexpr float MOST = FORMAT == __NV_E4M3 ? 448.f : 57344.f;
 constexpr float LARGEST = 3.40282347e38f;
 constexpr unsigned INFINITE = 0x7f800000u;
@@ -115,16 +114,15 @@ __device__ inline byte exponent(float power) { return (byte)(__float_as_uint(pow
 
 // x: [batch, rows, cols], elements of a row together; y: the same shape, and turned: [batch, cols, rows], or null, both
 // without gaps. block: 32 or 128 elements of a row of y (of turned: of its rows); 0: whole tiles where `given` is null;
-// else whole matrices, scaled by given[batch] as it is, whose largest magnitudes are collected in amax[batch], zeros so
-// far. Where power has the bit OF_MAGNITUDE, by what the magnitude given[batch] makes, whose inverse is scales[batch];
-// compiled with ROWS by that of each row of the one result that is wanted: of y given[batch, rows], or where there is
-// turned, of it and not of y, given[batch, cols]. Scales of y, and transposed those of turned: of 32, bytes [batch,
-// rows, blocks]; of 128, [batch, blocks, rows]; of tiles [batch, row tiles, column tiles padded]. Grid: batch * tiles.
+// else whole matrices, scaled by what the magnitude given[batch] makes, whose inverse is scales[batch]; compiled with
+// ROWS by that of each row of the one result that is wanted: of y given[batch, rows], or where there is turned, of it
+// and not of y, given[batch, cols]. Scales of y, and transposed those of turned: of 32, bytes [batch, rows, blocks]; of
+// 128, [batch, blocks, rows]; of tiles [batch, row tiles, column tiles padded]. Grid: batch * tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 quantise(const ELEMENT* __restrict__ x, const float* __restrict__ given, byte* __restrict__ y,
          void* __restrict__ scales, byte* __restrict__ turned, void* __restrict__ turned_scales,
-         float* __restrict__ amax, i64 rows, i64 cols, i64 batch_stride, i64 row_stride, i64 block,
-         i64 power, i64 packed, i64 packed_out, i64 packed_turned) {
+         i64 rows, i64 cols, i64 batch_stride, i64 row_stride, i64 block, i64 power, i64 packed, i64 packed_out,
+         i64 packed_turned) {
     extern __shared__ ELEMENT tile[];
     __shared__ unsigned warp_most[WARPS];
     __shared__ float of_rows[TILE], of_cols[TILE];  // scales of blocks of 128
@@ -143,7 +141,7 @@ quantise(const ELEMENT* __restrict__ x, const float* __restrict__ given, byte* _
     if constexpr (ROWS) {  // of_rows: what rows of the result are multiplied by
         const i64 at = (turned ? col0 : row0) + threadIdx.x, all = turned ? cols : rows;
         if (threadIdx.x < TILE && at < all) {
-            const Scale scale = scale_of(__float_as_uint(given[batch * all + at]), power & 1);
+            const Scale scale = scale_of(__float_as_uint(given[batch * all + at]), power);
             of_rows[threadIdx.x] = scale.by;
             if (!(turned ? row_tile : col_tile)) static_cast<float*>(scales)[batch * all + at] = scale.back;
         }
@@ -194,10 +192,8 @@ quantise(const ELEMENT* __restrict__ x, const float* __restrict__ given, byte* _
     if (!ROWS && !block) {
 #pragma unroll
         for (int other = 0; other < WARPS; ++other) most = max(most, warp_most[other]);
-        one = power & OF_MAGNITUDE ? scale_of(__float_as_uint(given[batch]), power & 1)
-              : given ? Scale{given[batch], 1.f} : scale_of(most, power);
-        if (threadIdx.x == 0 && power & OF_MAGNITUDE && !number) static_cast<float*>(scales)[batch] = one.back;
-        if (threadIdx.x == 0 && given && !(power & OF_MAGNITUDE)) atomicMax(reinterpret_cast<unsigned*>(amax) + batch, most);
+        one = scale_of(given ? __float_as_uint(given[batch]) : most, power);
+        if (threadIdx.x == 0 && given && !number) static_cast<float*>(scales)[batch] = one.back;
         if (threadIdx.x < PAD && !given) {  // the last tile of a row of them writes the padding
             const i64 across = (col_tiles + PAD - 1) / PAD * PAD, down = (row_tiles + PAD - 1) / PAD * PAD;
             const i64 at_col = col_tile + threadIdx.x, at_row = row_tile + threadIdx.x;

@@ -221,6 +221,16 @@ def number_problems(config: Any) -> Iterator[Problem]:
         yield Problem(each.name, f"{value:g}" if also else str(value), f"at least {least}{also}")
 
 
+def choice_problems(config: Any) -> list[Problem]:
+    """A problem for each field of a dataclass that is none of the values of its `Literal`."""
+    return [
+        Problem(name, repr(value), "a known name", nearest(str(value), known))
+        for name, hint in hints_of(type(config)).items()
+        if typing.get_origin(hint) is Literal
+        and (value := getattr(config, name)) not in (known := typing.get_args(hint))
+    ]
+
+
 def sections_of(config: Any) -> Iterator[Any]:
     """The sections of a configuration that are in force, not those in them."""
     values = (getattr(config, field.name) for field in dataclasses.fields(config))

@@ -9,14 +9,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from functron import nn
 from functron.core.errors import Problem, nearest, on_hub, raise_problems
-from functron.core.settings import Need, Needs, needs_under, setting
-from functron.nn.attention import RopePairs
+from functron.core.settings import Need, Needs, choice_problems, needs_under, setting
 from functron.nn.mla import MLAConfig, latent_problems
 from functron.nn.moe import MOE_NEEDS, ExpertActivation, MoEConfig
 
@@ -24,16 +23,6 @@ Config = TypeVar("Config")
 Positions = Literal["rope", "learned", "none"]
 Norms = Literal["before", "after", "both"]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
-_CHOICES = MappingProxyType(
-    {
-        "norm": nn.NormKind,
-        "sublayer_norms": Norms,
-        "activation": ExpertActivation,
-        "positions": Positions,
-        "rope_pairs": RopePairs,
-        "dtype": Dtype,
-    }
-)
 _ROPE_DEFAULTS = (
     *(("local_rope_theta", 0), ("rope_fraction", 1), ("nope_every", 0)),
     *(("rope_pairs", "halves"), ("rope_sections", ())),
@@ -255,11 +244,7 @@ class GPTConfig(MLAConfig, TextConfig):
             if not 0 <= getattr(self, name) < math.inf
         ]
         misfits = [] if found else self._misfits()
-        for name, kind in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in get_args(kind):
-                fix = nearest(str(value), get_args(kind))
-                found.append(Problem(name, repr(value), "a known name", fix))
+        found += choice_problems(self)
         if not 0 <= self.dropout < 1:
             found.append(Problem("dropout", str(self.dropout), "at least 0 and below 1"))
         if not 0 < self.embed_scale < math.inf:
@@ -507,7 +492,7 @@ _MISTRAL: Mapping[str, Any] = MappingProxyType(
     {"vocab_size": 32000, "num_kv_heads": 8, "max_seq": 32768, "window": 4096}
 )
 _SMALL: Mapping[str, Any] = MappingProxyType({"vocab_size": 151936, "tied": True, "max_seq": 32768})
-_DENSE_TINY: Mapping[str, Any] = MappingProxyType({"vocab_size": 256, "max_seq": 256})
+_TINY: Mapping[str, Any] = MappingProxyType({"vocab_size": 256, "max_seq": 256})
 
 DENSE_PRESETS: Mapping[str, GPTConfig] = MappingProxyType(
     {
@@ -527,7 +512,7 @@ DENSE_PRESETS: Mapping[str, GPTConfig] = MappingProxyType(
         "qwen3-32b": _qwen3(64, 5120, 64, 25600),
         "gemma-2b": _gemma(18, 2048, 8, 1, 16384),
         "gemma-7b": _gemma(28, 3072, 16, 16, 24576),
-        "gemma2-tiny": _gemma2(2, 64, 4, 2, 192, scalar=16, head_dim=16, **_DENSE_TINY),
+        "gemma2-tiny": _gemma2(2, 64, 4, 2, 192, scalar=16, head_dim=16, **_TINY),
         "gemma2-2b": _gemma2(26, 2304, 8, 4, 9216),
         "gemma2-9b": _gemma2(42, 3584, 16, 8, 14336),
         "gemma2-27b": _gemma2(46, 4608, 32, 16, 36864, scalar=144, head_dim=128),
@@ -536,16 +521,16 @@ DENSE_PRESETS: Mapping[str, GPTConfig] = MappingProxyType(
         "gemma3-4b": _gemma3(34, 2560, 8, 4, 10240),
         "gemma3-12b": _gemma3(48, 3840, 16, 8, 15360),
         "gemma3-27b": _gemma3(62, 5376, 32, 16, 21504, scalar=168, head_dim=128),
-        "olmo-tiny": _olmo(2, 64, 4, 192, qkv_clip=8.0, **_DENSE_TINY),
+        "olmo-tiny": _olmo(2, 64, 4, 192, qkv_clip=8.0, **_TINY),
         "olmo-1b": _olmo(16, 2048, 16, 8192, tied=True),
         "olmo-7b": _olmo(32, 4096, 32, 11008),
         "olmo2-7b": _olmo2(32, 4096, 32, 11008),
         "olmo2-13b": _olmo2(40, 5120, 40, 13824),
         "olmo2-32b": _olmo2(64, 5120, 40, 27648, num_kv_heads=8),
         "phi3-mini": _plain(32, 3072, 32, 8192, vocab_size=32064, max_seq=4096, window=2047),
-        "glm-tiny": _glm(2, 64, 4, 192, head_dim=16, **_DENSE_TINY),
+        "glm-tiny": _glm(2, 64, 4, 192, head_dim=16, **_TINY),
         "glm4-9b": _glm(40, 4096, 32, 13696),
-        "nemotron-tiny": _nemotron(2, 64, 4, 192, num_kv_heads=2, **_DENSE_TINY),
+        "nemotron-tiny": _nemotron(2, 64, 4, 192, num_kv_heads=2, **_TINY),
         "nemotron-4-15b": _nemotron(32, 6144, 48, 24576),
         "nemotron-4-340b": _nemotron(96, 18432, 96, 73728),
     }
@@ -600,7 +585,6 @@ _V3 = MoEConfig(
 )  # fmt: skip
 _OSS = MoEConfig(32, 4, 2880, normalise="after", router_bias=True, expert_bias=True, aux_loss=4e-2)
 _QWEN3 = MoEConfig(128, 8, 768, renormalise=True, aux_loss=8e-3, aux="batch")
-_TINY = {"vocab_size": 256, "max_seq": 256}
 _LONG = {"rope_scaling": nn.RopeScaling(), "max_seq": 131072}
 
 PRESETS: Mapping[str, GPTConfig] = Named(

@@ -528,15 +528,8 @@ def embedded(
     key: Tensor | None = None,
 ) -> Tensor:
     """The residual stream before the first layer; `key` is of dropout."""
-    x = embedded_tokens(config, weights, sequence.tokens, options)
+    x = embed_tokens(config, weights, sequence.tokens, options, config.embed_scale)
     return positioned(config, weights, sequence, options, x, key)
-
-
-def embedded_tokens(
-    config: GPTConfig, weights: dict, tokens: Tensor, options: ModelOptions
-) -> Tensor:
-    """The embeddings of tokens alone, with spec ``options.stream``."""
-    return embed_tokens(config, weights, tokens, options, config.embed_scale)
 
 
 def positioned(
@@ -714,7 +707,7 @@ def _predict_ahead(
         x,
         sequence.tokens,
         sequence.targets,
-        embed=lambda tokens: embedded_tokens(config, weights, tokens, options),
+        embed=lambda tokens: embed_tokens(config, weights, tokens, options, config.embed_scale),
         block=layer,
         head=head,
         norm=functools.partial(nn.norm, **_norm_options(config, options)),

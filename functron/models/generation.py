@@ -409,8 +409,7 @@ def generate(
 
 def _require_cache(config, mesh, options, by_model: bool, total: int) -> None:
     """Refuse arguments that need a cache, of `total` tokens, where there can be none."""
-    check(config, mesh, options)
-    found = []
+    found = _cache_problems(config, mesh, options)
     if not by_model:
         wanted, fix = "None with mesh, lengths or options", "leave it out, or those"
         found.append(Problem("logits", "a function", wanted, fix))

@@ -17,16 +17,23 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from functron import nn
 from functron.core import tree
-from functron.core.errors import Problem, nearest, public, raise_problems, refuse
+from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.core.settings import choice_problems
 from functron.core.typing import Int, Tensor
 from functron.models.config import GPTConfig
-from functron.nn.context import context_attention, own_part, own_positions, to_balanced
+from functron.nn.context import (
+    ContextKind,
+    context_attention,
+    own_part,
+    own_positions,
+    to_balanced,
+)
 from functron.nn.layers import SEQ_DIM, sequence_axes
 from functron.nn.multi_token import SequenceOrder
 from functron.ops import AUTO, Kernels
@@ -45,8 +52,6 @@ several positions (`functron.gpt.GPTConfig.rope_sections`) ``positions`` [B, T, 
 
 SAMPLE_AXES = (*DATA_AXES, *CONTEXT_AXES)
 """The axes over which losses are summed: those that split the batch, by samples and by tokens."""
-
-HookKind = Literal["ring", "gather"]
 
 
 @dataclass(frozen=True)
@@ -68,19 +73,12 @@ class Context:
         ValueError: a value is none of these.
     """
 
-    kind: HookKind = "ring"
+    kind: ContextKind = "ring"
     order: SequenceOrder = "zigzag"
     ring_size: int = 0
 
     def __post_init__(self):
-        found = [
-            Problem(name, repr(value), "a known one", nearest(str(value), get_args(kinds)))
-            for name, value, kinds in (
-                ("kind", self.kind, HookKind),
-                ("order", self.order, SequenceOrder),
-            )
-            if value not in get_args(kinds)
-        ]
+        found = choice_problems(self)
         if self.ring_size < 0 or (self.ring_size and self.order != "balanced"):
             got = f"{self.ring_size} with order={self.order!r}"
             wanted = 'at least 0, and 0 unless order="balanced"'
@@ -393,9 +391,7 @@ class ModelOptions:
     block: Callable | Hook | None = None
 
     def __post_init__(self):
-        if self.remat not in get_args(Remat):
-            known = nearest(str(self.remat), get_args(Remat))
-            refuse("ModelOptions", "remat", repr(self.remat), "a known name", known)
+        raise_problems("ModelOptions", choice_problems(self))
         found = []
         for name in HOOKS:
             value = getattr(self, name)

@@ -16,7 +16,7 @@ token may be on any of them: `shifted` gathers the numbers of tokens, which are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.nn import functional as F
@@ -29,8 +29,6 @@ from functron.nn.loss import IGNORE_INDEX
 from functron.spmd import collectives as lax
 
 SequenceOrder = Literal["contiguous", "zigzag", "balanced"]
-
-_ORDERS = ("contiguous", "zigzag", "balanced")
 
 
 class Predictions(NamedTuple):
@@ -223,8 +221,8 @@ def _check(by: int, order: str, positions: Tensor | None) -> None:
     found = []
     if by < 0:
         found.append(Problem("by", str(by), "at least 0: only what is ahead"))
-    if order not in _ORDERS:
-        found.append(Problem("order", repr(order), "a known one", nearest(order, _ORDERS)))
+    if order not in (known := get_args(SequenceOrder)):
+        found.append(Problem("order", repr(order), "a known one", nearest(order, known)))
     if order == "balanced" and positions is None:
         fix = "pass the batch's positions"
         found.append(Problem("positions", "None", "each token's, as data arranged them", fix))

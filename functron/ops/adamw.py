@@ -410,7 +410,6 @@ ADAMW_ = define(
     f"adamw_(Tensor(a!) param, Tensor(b!)? master, Tensor(c!) mu, Tensor(d!) nu, {_REST}) -> ()",
     kernel=_kernel,
     reference=_reference,
-    fake=lambda *args: None,
 )
 """`adamw_` without its checks. `place` is that of `place_of`, or (0, 2^62, 0, 1, 0, 1, 0). Where
 `found_inf` (float32, 0-dim, or None) is not 0, nothing is changed; the caller keeps its count."""

@@ -231,6 +231,7 @@ def implementation(
         logsumexp: whether it is needed, as in `block` but not in `attention`.
         on: the GPU to choose for; None for that of q (or, where torch has none, an unknown one).
     """
+    on = on or gpu(q.device)
     if cap or visible is not None:
         why_not = _no_flex(q, k, v, kernels, on)
         if visible is not None and visible.pairs is not None:
@@ -253,7 +254,6 @@ def implementation(
     why_not = f"no flash attention for {kind}" if kind != "cuda" else _no_flash(q, v, on)
     if why_not:
         return Implementation("sdpa" if bare else "formula", why_not)
-    on = on or gpu(q.device)
     if on is None:
         return Implementation("flash", "no GPU here to ask for a faster kernel")
     if on.flash != "FA2":
@@ -278,7 +278,6 @@ def _no_flash(q: Tensor, v: Tensor, on: Gpu | None) -> str:
         return f"flash attention wants float16 or bfloat16, and this is {_of(q.dtype)}"
     if width > 256:
         return f"flash attention wants heads of 256 dims at most, and these have {width}"
-    on = on or gpu(q.device)
     if on is not None and on.capability < (8, 0):
         return f"flash attention wants compute capability 8.0, and this GPU has {on.capability}"
     return ""
@@ -294,7 +293,6 @@ def _no_flex(q: Tensor, k: Tensor, v: Tensor, kernels: Kernels, on: Gpu | None) 
         return "chunks by functron's softmax kernel are asked for"
     if q.device.type != "cuda":
         return f"no kernel for {q.device.type} takes masks and caps at once"
-    on = on or gpu(q.device)
     widths = q.shape[-1], v.shape[-1]
     if on is not None and not (on.triton and on.capability >= (8, 0)):
         return "FlexAttention wants Triton and compute capability 8.0"
@@ -618,7 +616,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor
     operands = _pad_widths(q, k, v)
     shared = q.shape[1] > k.shape[1]
     # flash and cuDNN's kernels read shared heads; where these are not taken, SDPA copies them
-    native = shared and (q.device.type == "cpu" or not _no_flash(q, v, None))
+    native = shared and (q.device.type == "cpu" or not _no_flash(q, v, gpu(q.device)))
     if shared and not native:
         operands = _fold_groups(*operands)
     options: dict[str, Any] = {"enable_gqa": True} if native else {}

@@ -241,7 +241,7 @@ def tests_of(q: Tensor, k: Tensor, visible: Visible | None) -> tuple[Tensor | No
     if visible.query_positions is not None and visible.key_positions is not None:
         first = visible.query_positions - visible.window + 1
         if isinstance(visible.window, Tensor):
-            first = torch.where(visible.window == 0, torch.full_like(first, -(2**30)), first)
+            first = torch.where(visible.window == 0, torch.full_like(first, -_BEYOND), first)
         places = first, visible.key_positions
     rows = zip((*segments, *places), (q, k, q, k), strict=True)
     return tuple(

@@ -42,7 +42,9 @@ GLU_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu
 """In the order by which kernels number them. The last is (u + 1) g sigmoid(1.702 g) of g =
 min(gate, 7) and u = up within [-7, 7] (GPT-OSS)."""
 
-_LIMIT, _SLOPE = 7.0, 1.702
+SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
+"""Of "clamped_swiglu"."""
+
 _THREADS = 256
 _GRID = (2**31 - 1, 65535)
 _REST = "str activation, Tensor? count=None"
@@ -104,8 +106,8 @@ def _act(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
         case "relu2":
             return torch.relu(gate).square(), 2 * torch.relu(gate)
         case _:
-            value, slope = _swish(gate.clamp(max=_LIMIT), _SLOPE)
-            return value, slope * (gate <= _LIMIT)
+            value, slope = _swish(gate.clamp(max=SWIGLU_LIMIT), SWIGLU_SLOPE)
+            return value, slope * (gate <= SWIGLU_LIMIT)
 
 
 def _swish(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -117,7 +119,7 @@ def _lift(up: Tensor, activation: str) -> tuple[Tensor, Tensor | float]:
     """The factor of act(gate), and its derivative."""
     if activation != "clamped_swiglu":
         return up, 1.0
-    return up.clamp(-_LIMIT, _LIMIT) + 1, (up.abs() <= _LIMIT).to(up.dtype)
+    return up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1, (up.abs() <= SWIGLU_LIMIT).to(up.dtype)
 
 
 def _reference(gate: Tensor, up: Tensor, activation: str, count: Tensor | None = None) -> Tensor:

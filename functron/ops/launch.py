@@ -20,7 +20,7 @@ from functron.ops import nvrtc
 KernelArgument = torch.Tensor | int | float | None
 Dims = int | Sequence[int]
 
-_NO_DEFINES: Mapping[str, str] = MappingProxyType({})
+NO_DEFINES: Mapping[str, str] = MappingProxyType({})
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _FALLBACK = 'pass kernels=functron.ops.use("reference")'
@@ -43,7 +43,7 @@ class Launcher:
         grid: Dims,
         block: Dims,
         *args: KernelArgument,
-        defines: Mapping[str, str] = _NO_DEFINES,
+        defines: Mapping[str, str] = NO_DEFINES,
         shared_bytes: int = 0,
     ) -> None:
         """Run ``kernel`` of ``kernels/<source>.cu``, as `functron.ops.operations.Launch` says.
@@ -241,8 +241,4 @@ def _check_limits(
         )
 
 
-def _check_result(result: tuple) -> Any:
-    status, *values = result
-    if int(status):
-        raise RuntimeError(f"the CUDA driver says {status.name}")
-    return values[0] if values else None
+_check_result = functools.partial(nvrtc.check_result, says="the CUDA driver says")

@@ -232,10 +232,8 @@ def _sort_kernel(
     experts, kept = experts.contiguous(), kept.contiguous()
     assignments, columns = experts.numel(), num_experts + 1
     chunks = -(-assignments // _CHUNK)
-    order, tokens = experts.new_empty(rows), experts.new_empty(rows)
-    slots = experts.new_empty(experts.shape)
+    order, tokens, slots, sizes = _sort_fake(experts, kept, num_experts, rows)
     counts, starts = experts.new_empty(columns, chunks), experts.new_empty(columns)
-    sizes = experts.new_empty(num_experts)
     of_warps = _WARPS * columns * 4
     launch(
         "moe_sort", "count_chunks", chunks, 32 * _WARPS,
@@ -398,6 +396,16 @@ def _order_of_pairs(logits: Tensor, score: KernelScore) -> Tensor:
     return log(logits).logsumexp(-1) - log(-logits).logsumexp(-1)
 
 
+def weights_of(chosen: Tensor, logits: Tensor, scores: Tensor, weighting: Weighting) -> Tensor:
+    """The weights of the `chosen` experts ``[..., top_k]``, as of `moe_router`."""
+    if weighting == "softmax of chosen":
+        return logits.gather(-1, chosen).softmax(-1)
+    weights = scores.gather(-1, chosen)
+    if weighting == "renormalised":
+        weights = weights / (weights.sum(-1, keepdim=True) + RENORMALISE_EPS)
+    return weights
+
+
 def best(x: Tensor, num: int, ties: Tensor | None = None) -> Tensor:
     """The indices of the `num` largest of the last dim, in order.
 
@@ -427,8 +435,7 @@ def _router_kernel(launch: Launch, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits if logits.stride(1) == 1 or experts == 1 else logits.contiguous()
     if balance is not None:
         balance = balance.to(torch.float32).contiguous()
-    chosen = logits.new_empty(tokens, top_k, dtype=torch.int64)
-    weights, scores = logits.new_empty(tokens, top_k), logits.new_empty(tokens, experts)
+    chosen, weights, scores = _router_fake(logits, balance, top_k)
     launch(
         "moe_router", "route", _router_grid(launch, logits), _LANES * _ROUTER_WARPS,
         logits, balance, chosen, weights, scores, tokens, experts, logits.stride(0), top_k,
@@ -478,12 +485,7 @@ def _router_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         scores.detach(), logits.detach(), balance, _SCORES[score],
         top_k=top_k, num_groups=num_groups, top_groups=top_groups, top_two=bool(top_two),
     )  # fmt: skip
-    if _WEIGHTINGS[weighting] == "softmax of chosen":
-        return chosen, logits.gather(-1, chosen).softmax(-1), scores
-    weights = scores.gather(-1, chosen)
-    if _WEIGHTINGS[weighting] == "renormalised":
-        weights = weights / (weights.sum(-1, keepdim=True) + RENORMALISE_EPS)
-    return chosen, weights, scores
+    return chosen, weights_of(chosen, logits, scores, _WEIGHTINGS[weighting]), scores
 
 
 def _router_backward_reference(*args: Any) -> Tensor:

@@ -229,15 +229,15 @@ def compile_source(source: KernelSource, defines: Defines, arch: str) -> Compile
     included = [name.encode() for name in source.headers]
     path = str(source.path).encode()
     create = library.nvrtcCreateProgram
-    program = _check_result(create(text, path, len(headers), headers, included))
+    program = check_result(create(text, path, len(headers), headers, included))
     try:
         flags = [flag.encode() for flag in options(defines, arch)]
         (status,) = library.nvrtcCompileProgram(program, len(flags), flags)
         log = _text(library, program)
         if int(status):
             raise CompileError(f"{source.name} ({label(defines)}) for {arch}:\n{log}")
-        cubin = bytearray(_check_result(library.nvrtcGetCUBINSize(program)))
-        _check_result(library.nvrtcGetCUBIN(program, cubin))
+        cubin = bytearray(check_result(library.nvrtcGetCUBINSize(program)))
+        check_result(library.nvrtcGetCUBIN(program, cubin))
     finally:
         library.nvrtcDestroyProgram(program)
     warned = tuple(line for line in log.splitlines() if ": warning" in line)
@@ -251,8 +251,8 @@ def options(defines: Defines, arch: str) -> list[str]:
 
 
 def _text(library: Any, program: Any) -> str:
-    log = bytearray(_check_result(library.nvrtcGetProgramLogSize(program)))
-    _check_result(library.nvrtcGetProgramLog(program, log))
+    log = bytearray(check_result(library.nvrtcGetProgramLogSize(program)))
+    check_result(library.nvrtcGetProgramLog(program, log))
     return bytes(log).rstrip(b"\0").decode(errors="replace").strip()
 
 
@@ -304,13 +304,13 @@ def check_arch(arch: str) -> None:
 @functools.cache
 def supported() -> tuple[int, ...]:
     """The architectures that this NVRTC compiles for: 80, 90, ..."""
-    return tuple(_check_result(_library().nvrtcGetSupportedArchs()))
+    return tuple(check_result(_library().nvrtcGetSupportedArchs()))
 
 
 @functools.cache
 def version() -> str:
     """NVRTC's version: ``"13.0"``."""
-    return "{}.{}".format(*_check_result(_library().nvrtcVersion()))
+    return "{}.{}".format(*check_result(_library().nvrtcVersion()))
 
 
 @functools.cache
@@ -398,10 +398,11 @@ def _has_headers(folder: Path) -> bool:
     return all((folder / name).is_file() for name in ("cuda_bf16.h", "cuda_fp8.h"))
 
 
-def _check_result(result: tuple) -> Any:
+def check_result(result: tuple, says: str = "NVRTC:") -> Any:
+    """The value, or values, of a call of ``cuda.bindings``; RuntimeError unless it succeeded."""
     status, *values = result
     if int(status):
-        raise RuntimeError(f"NVRTC: {status.name}")
+        raise RuntimeError(f"{says} {status.name}")
     return values[0] if len(values) == 1 else values
 
 
@@ -433,8 +434,6 @@ def cubin(
     Raises:
         ValueError, CompileError: as `compile_source`.
     """
-    check_arch(arch)
-    check_defines(source, defines)
     folder = folder or default_folder()
     if folder is None:
         return compile_source(source, defines, arch)

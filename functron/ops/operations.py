@@ -29,11 +29,10 @@ from functron.core import compat, tree
 from functron.core.compat import Function, leading
 from functron.core.errors import nearest
 from functron.core.typing import Tensor
-from functron.ops.launch import KernelArgument, cuda, usable
+from functron.ops.launch import NO_DEFINES, KernelArgument, cuda, usable
 from functron.program.recorder import keeper
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
-_NO_DEFINES: Mapping[str, str] = MappingProxyType({})
 
 
 @runtime_checkable  # the tests check annotations
@@ -47,7 +46,7 @@ class Launch(Protocol):
         grid: int | Sequence[int],
         block: int,
         *args: KernelArgument,
-        defines: Mapping[str, str] = _NO_DEFINES,
+        defines: Mapping[str, str] = NO_DEFINES,
         shared_bytes: int = 0,
     ) -> None:
         """Run ``kernel`` of ``kernels/<source>.cu`` on the tensors' device and current stream.
@@ -116,7 +115,7 @@ def define(
     *,
     reference: Callable,
     kernel: Callable,
-    fake: Callable,
+    fake: Callable = lambda *args: None,
     batch: Callable | None = None,
     gradient: Gradient | Callable | None = None,
 ) -> Op:
@@ -129,7 +128,8 @@ def define(
         reference: ``(*args)`` in torch's operations, on any device and floating dtype; results are
             not views of operands.
         kernel: ``(launch, *args)``: makes results and calls `launch`, a `Launch`.
-        fake: ``(*args)`` to empty results of the same shapes, strides, dtypes and device.
+        fake: ``(*args)`` to empty results of the same shapes, strides, dtypes and device; by
+            default there are none.
         batch: ``(size, in_dims, args, op) -> (results, out_dims)``: computes the op mapped over
             dims of its arguments (None where one has none) by calling `op`.
         gradient: of reverse mode: a `Gradient`, or a function of the same arguments that torch
@@ -408,8 +408,6 @@ can run it; otherwise torch's operations. ``"reference"``: torch's operations. `
 registered operation, which on the CPU computes its reference, and on CUDA raises where there is no
 kernel."""
 
-_HALF_AND_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
-
 
 @dataclass(frozen=True)
 class Kernels:
@@ -439,7 +437,7 @@ class Kernels:
         if keeper() is not None and op not in PARTITIONED:
             return False
         floats = [x.dtype for x in tensors if x.is_floating_point()]
-        return all(d in _HALF_AND_SINGLE for d in floats) and usable(tensors[0].device) is None
+        return all(d in TYPES for d in floats) and usable(tensors[0].device) is None
 
     def wants_reference(self, op: str) -> bool:
         """Whether the reference of the operation `op` is asked for."""

@@ -488,7 +488,6 @@ QK_NORM_ROPE_ = define(
     f"qk_norm_rope_(Tensor(a!) q, Tensor(b!) k, {_ARGUMENTS}) -> ()",
     kernel=_in_place_kernel,
     reference=lambda q, k, *rest: _copy(q, k, _reference(q, k, *rest)),
-    fake=lambda q, k, *rest: None,
 )
 """`QK_NORM_ROPE` in place; where q and k overlap each other the result is undefined."""
 

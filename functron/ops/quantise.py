@@ -74,7 +74,6 @@ _BLOCKS: Mapping[str, tuple[int, int]] = MappingProxyType(
 )
 _TWO_LEVELS = ("1x16", "16x16")
 _TILE, _THREADS, _PAD = 128, 256, 4
-_OF_MAGNITUDE = 2
 _LARGEST = torch.finfo(torch.float32).max
 _NAN = 0x7F  # in both formats
 
@@ -527,15 +526,11 @@ def _format_rows(f: QuantisedFormat, x, amax, key, outer, inner, salt) -> tuple:
     (rows, cols), (height, width) = f.block, x.shape[1:]
     parts = x.reshape(len(x), height // rows, rows, width // cols, cols)
     whole = x.new_empty(len(x), 0, 0)
-    if f.blocks == "tensor":
-        by, scales = _scales(amax.reshape(-1, 1, 1), MOST[f.dtype], f.power_of_two)
-    elif f.blocks == "row":
-        by, scales = _scales(amax.unsqueeze(-1), MOST[f.dtype], f.power_of_two)
-    elif f.blocks in _TWO_LEVELS:
-        by, scales, whole = _two_levels(_largest(parts), amax.reshape(-1, 1, 1))
+    most = _largest(parts) if amax is None else amax.reshape(*amax.shape, *[1] * (3 - amax.dim()))
+    if f.blocks in _TWO_LEVELS:
+        by, scales, whole = _two_levels(_largest(parts), most)
     else:
-        power = f.power_of_two or f.blocks == "1x32"
-        by, scales = _scales(_largest(parts), MOST[f.dtype], power)
+        by, scales = _scales(most, MOST[f.dtype], f.power_of_two or f.blocks == "1x32")
     scaled = parts * by[:, :, None, :, None] if f.blocks in _BLOCKS else x * by
     # 0 times an infinity is NaN, which a largest magnitude from elsewhere does not tell
     scaled = scaled.reshape(x.shape).add_(x, alpha=0)
@@ -640,9 +635,8 @@ def _launch(
     macros = {"ELEMENT": type_name(x, "quantise"), "FORMAT": _MACROS[f.dtype]}
     launch(
         "quantise", "quantise", batch * -(-rows // _TILE) * -(-cols // _TILE), _THREADS,
-        x, amax, values[0], made[1], values[1], turned[1], None, rows, cols, x.stride(0),
-        x.stride(1), f.block[1] if f.block[0] == 1 < f.block[1] else 0,
-        power + _OF_MAGNITUDE * (f.shared == "tensor"),
+        x, amax, values[0], made[1], values[1], turned[1], rows, cols, x.stride(0),
+        x.stride(1), f.block[1] if f.block[0] == 1 < f.block[1] else 0, power,
         int(not any(n % PACK_BYTES for n in aligned)),
         int(cols * x.element_size() % PACK_BYTES == 0), int(rows % PACK_BYTES == 0),
         defines={**macros, "ROWS": str(int(by_rows))},
@@ -655,11 +649,10 @@ def _format_fake(x, amax, key, outer, inner, salt, text, emulate) -> tuple:
     batch, height, width = x.shape
     rows, cols = f.block
     sizes = {"tensor": (1, 1), "row": (height, 1)}.get(f.blocks, (height // rows, width // cols))
-    kind = E8M0 if f.blocks == "1x32" else torch.float32
     two = f.blocks in _TWO_LEVELS
     return (
         x.new_empty((batch, height, width // 2 if f.dtype == E2M1 else width), dtype=f.dtype),
-        x.new_empty((batch, *sizes), dtype=E4M3 if two else kind),
+        x.new_empty((batch, *sizes), dtype=f.scale_dtype),
         x.new_empty((batch, 1, 1) if two else (batch, 0, 0), dtype=torch.float32),
     )
 

@@ -34,9 +34,8 @@ from torch.utils.flop_counter import register_flop_formula
 from functron.core.errors import refuse
 from functron.ops.grouped_matmul import clear_rows, grouped_matmul, grouped_matmul_weight
 from functron.ops.operations import Launch, define, map_batch, map_one_by_one
-from functron.ops.quantise import E2M1, Quantised, QuantisedFormat, dequantise
+from functron.ops.quantise import E2M1, ELEMENTS, Quantised, QuantisedFormat, dequantise
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BY_128 = (("1x128", "1x128"), ("1x128", "128x128"), ("128x128", "1x128"))
 _SQUARE = ("16x16", "1x16")  # tensor cores take the scales of squares once for each of their rows
 _ALIGNED = 16  # elements: what rows of operands and of the result must be multiples of
@@ -254,7 +253,7 @@ def _refuse(reason: str | None) -> None:
 
 
 def _element(x: torch.Tensor) -> str:
-    return {_FP8[0]: "e4m3", _FP8[1]: "e5m2"}.get(x.dtype, "e2m1")
+    return next(name for name, dtype in ELEMENTS.items() if dtype == x.dtype)
 
 
 _OPERAND = "Tensor {0}, Tensor {0}_scales, Tensor? {0}_whole"

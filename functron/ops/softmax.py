@@ -422,6 +422,5 @@ SOFTMAX_BLOCK_BACKWARD_ = define(
     "float scale, Tensor? hidden, bool causal) -> ()",
     kernel=_block_kernel_,
     reference=_block_overwrite,
-    fake=lambda *args: None,
 )
 """`SOFTMAX_BLOCK_BACKWARD`, p over the scores and the other over d_p."""

@@ -38,12 +38,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.core.settings import setting
+from functron.core.settings import choice_problems, setting
 from functron.ops.quantise import WIDTH, QuantisedFormat, undivided
 from functron.ops.scaled_matmul import why_not
 
@@ -55,7 +55,6 @@ of one device, "local" depends on the mesh. "local" and "delayed" need no commun
 HIGH = "high"
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
 _ENDS = ("first", "last")
-_LOW = "low"
 _MIXED = "hadamard"
 
 
@@ -142,15 +141,12 @@ class Recipe:
             if depths[0] != depths[1]:
                 wanted = "blocks of one length along what is summed"
                 found.append(Problem(name, str(part), wanted, "take the same blocks for both"))
-        if self.scaling not in get_args(Scaling):
-            found.append(Problem("scaling", repr(self.scaling), "global, local or delayed"))
+        found += choice_problems(self)
         for name in ("first", "last"):
             value = getattr(self, name)
             if not (0 <= value < 1 or value % 1 == 0 <= value):
                 wanted = "a number of layers, or a share of them below 1"
                 found.append(Problem(name, f"{value:g}", wanted))
-        if self.logits not in (HIGH, _LOW):
-            found.append(Problem("logits", repr(self.logits), f"{HIGH} or {_LOW}"))
         if self.scaling == "delayed":
             for name, part in self.products():
                 if part.hadamard or {part.left.blocks, part.right.blocks} != {"tensor"}:
@@ -342,13 +338,12 @@ _T4, _T5, _R, _A, _W, _M = (
 )  # fmt: skip
 _F, _S, _D = "e2m1@1x16", "e2m1@16x16", "e2m1@1x16+stochastic"
 
-RECIPES: Mapping[str, Recipe] = MappingProxyType({})
-RECIPES = MappingProxyType(
+_TENSOR = _same(f"{_T4}*{_T4}", f"{_T5}*{_T4}", f"{_T4}*{_T5}")
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
-        "fp8-tensor": _same(f"{_T4}*{_T4}", f"{_T5}*{_T4}", f"{_T4}*{_T5}"),
-        "fp8-delayed": replace(
-            _same(f"{_T4}*{_T4}", f"{_T5}*{_T4}", f"{_T4}*{_T5}"), scaling="delayed"
-        ),
+        "fp8-tensor": _TENSOR,
+        "fp8-delayed": replace(_TENSOR, scaling="delayed"),
         "fp8-row": _same(f"{_R}*{_R}", f"{_R}*{_R}", f"{_R}*{_R}"),
         "fp8-block": _same(f"{_A}*{_W}", f"{_A}*{_W}", f"{_A}*{_A}"),
         "mxfp8": _same(f"{_M}*{_M}", f"{_M}*{_M}", f"{_M}*{_M}"),

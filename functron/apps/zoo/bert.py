@@ -20,7 +20,6 @@ from functron import nn
 from functron.apps.zoo.denoising import MASKED_TOKENS
 from functron.apps.zoo.layers import (
     Stack,
-    choice_problems,
     encoder_block,
     encoder_defs,
     head_problems,
@@ -31,8 +30,9 @@ from functron.apps.zoo.layers import (
 )
 from functron.core.errors import public, raise_problems
 from functron.core.scopes import named_scope
+from functron.core.settings import choice_problems
 from functron.core.typing import Float, Int, Key, Tensor
-from functron.models.config import Dtype, Named, TextConfig
+from functron.models.config import Named, TextConfig
 from functron.models.family import Family
 from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets
 from functron.nn.layers import linear_defs
@@ -82,7 +82,7 @@ class BertConfig(TextConfig):
         sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim", "max_seq")
         found = size_problems(self, *sizes, "num_types", "vocab_multiple")
         found += [] if found else head_problems("num_heads", self.embed_dim, self.num_heads)
-        found += choice_problems(self, {"activation": nn.Activation, "dtype": Dtype})
+        found += choice_problems(self)
         found += rate_problems(self)
         raise_problems("invalid BertConfig", found)
 

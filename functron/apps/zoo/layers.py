@@ -13,14 +13,14 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from functron import nn
 from functron.core import compat, random, tree
-from functron.core.errors import Problem, nearest, public, raise_problems
+from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.tree import Tree
 from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
@@ -197,15 +197,6 @@ def size_problems(config: object, *names: str) -> list[Problem]:
         Problem(name, str(getattr(config, name)), "at least 1")
         for name in names
         if getattr(config, name) < 1
-    ]
-
-
-def choice_problems(config: object, choices: Mapping[str, object]) -> list[Problem]:
-    """A problem for each attribute that is none of the values of its literal type."""
-    return [
-        Problem(name, repr(value), "a known name", nearest(str(value), get_args(kind)))
-        for name, kind in choices.items()
-        if (value := getattr(config, name)) not in get_args(kind)
     ]
 
 

@@ -232,7 +232,8 @@ def _embed(
         patches = nn.mlp(connector, seen[:, 1:], activation=config.activation, stream=P())
         patches = patches.unflatten(0, images.shape[:2]).flatten(1, 2)
     with named_scope("embed"):
-        x = decoder.embedded_tokens(config.text, weights["text"], sequence.tokens, text)
+        own, scale = weights["text"], config.text.embed_scale
+        x = decoder.embed_tokens(config.text, own, sequence.tokens, text, scale)
         here = sequence.tokens == config.image_token
         which = (here.long().cumsum(1) - 1).clamp(0, patches.shape[1] - 1)
         which, here = (nn.stream_positions(x, text.stream, y) for y in (which, here.long()))
@@ -242,7 +243,7 @@ def _embed(
         last = None if key is None else random.split(key, config.text.num_layers + 1)[-1]
         return (
             text,
-            decoder.positioned(config.text, weights["text"], sequence, text, x, last),
+            decoder.positioned(config.text, own, sequence, text, x, last),
             sequence,
         )
 

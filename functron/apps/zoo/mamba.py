@@ -21,7 +21,6 @@ import torch
 from functron import nn
 from functron.apps.zoo.layers import (
     Stack,
-    choice_problems,
     rate_problems,
     size_problems,
     sum_cross_entropies,
@@ -38,9 +37,9 @@ from functron.apps.zoo.state_space import (
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
-from functron.core.settings import Need, Needs
+from functron.core.settings import Need, Needs, choice_problems
 from functron.core.typing import Float, Int, Key, Tensor
-from functron.models.config import Dtype, Named, TextConfig
+from functron.models.config import Named, TextConfig
 from functron.models.family import NEXT_TOKEN, Family
 from functron.models.generation import Steps
 from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets
@@ -158,7 +157,7 @@ class MambaConfig(TextConfig):
         if self.attention_heads > 0 and self.attention_heads % max(self.kv_heads, 1):
             got = f"{self.kv_heads} for attention_heads={self.attention_heads}"
             found.append(Problem("attention_kv_heads", got, "a divisor of attention_heads"))
-        found += choice_problems(self, {"activation": nn.Activation, "dtype": Dtype})
+        found += choice_problems(self)
         if self.dt_min < 0:
             found.append(Problem("dt_min", str(self.dt_min), "at least 0"))
         found += rate_problems(self)

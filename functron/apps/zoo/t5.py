@@ -20,7 +20,6 @@ from functron import nn
 from functron.apps.zoo.denoising import MISSING_SPANS
 from functron.apps.zoo.layers import (
     Stack,
-    choice_problems,
     cross_attention,
     cross_keys,
     head_problems,
@@ -37,8 +36,9 @@ from functron.apps.zoo.layers import (
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
+from functron.core.settings import choice_problems
 from functron.core.typing import Float, Int, Key, Tensor
-from functron.models.config import Dtype, Named, TextConfig
+from functron.models.config import Named, TextConfig
 from functron.models.family import Family
 from functron.models.generation import Draw, Steps, check_prompt, drawn
 from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets
@@ -123,7 +123,7 @@ class T5Config(TextConfig):
             found.append(Problem("max_distance", got, "more than half the buckets", "raise it"))
         if not 0 <= self.start_id < max(self.vocab_size, 1):
             found.append(Problem("start_id", str(self.start_id), "a token of the vocabulary"))
-        found += choice_problems(self, {"activation": nn.Activation, "dtype": Dtype})
+        found += choice_problems(self)
         found += rate_problems(self)
         raise_problems("invalid T5Config", found)
 

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from functron import nn
 from functron.apps.zoo.layers import (
     Stack,
-    choice_problems,
     encoder_block,
     encoder_defs,
     head_problems,
@@ -29,6 +28,7 @@ from functron.apps.zoo.layers import (
 )
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
+from functron.core.settings import choice_problems
 from functron.core.typing import Float, Key, Tensor
 from functron.models.config import Dtype, Named
 from functron.models.family import Family
@@ -97,7 +97,7 @@ class ViTConfig:
                 found.append(Problem("image_size", str(self.image_size), wanted, "crop images"))
         if self.num_classes < 0:
             found.append(Problem("num_classes", str(self.num_classes), "at least 0"))
-        found += choice_problems(self, {"activation": VisionActivation, "dtype": Dtype})
+        found += choice_problems(self)
         raise_problems("invalid ViTConfig", found)
 
     @property

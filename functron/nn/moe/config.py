@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
-from functron.core.errors import Problem, nearest, raise_problems
-from functron.core.settings import Need, Needs
+from functron.core.errors import Problem, raise_problems
+from functron.core.settings import Need, Needs, choice_problems
 
 RouterScore = Literal["softmax", "sigmoid"]
 Normalise = Literal["before", "after"]
@@ -22,19 +22,6 @@ Balance = Literal["sequence", "batch"]
 RouterDtype = Literal["float32", "float64"]
 ExpertDispatch = Literal["alltoall", "gather"]
 
-_CHOICES = MappingProxyType(
-    {
-        "score": RouterScore,
-        "normalise": Normalise,
-        "group_score": GroupScore,
-        "routing": RoutingKind,
-        "capacity_over": Balance,
-        "drop": Drop,
-        "aux": Balance,
-        "router_dtype": RouterDtype,
-        "dispatch": ExpertDispatch,
-    }
-)
 _POSITIVE = ("num_experts", "top_k", "expert_dim", "num_groups", "top_groups", "sinkhorn_steps")
 _NOT_NEGATIVE = (
     "balance_rate", "capacity_factor", "aux_loss", "z_loss", "shared_dim", "latent_dim",
@@ -164,7 +151,7 @@ class MoEConfig:
     dispatch: ExpertDispatch = "alltoall"
 
     def __post_init__(self):
-        found = [*self._bad_names(), *self._bad_numbers()]
+        found = [*choice_problems(self), *self._bad_numbers()]
         # sizes that are wrong by themselves would only be reported again
         raise_problems("invalid MoEConfig", found or [*self._misfits(), *self._conflicts()])
 
@@ -177,12 +164,6 @@ class MoEConfig:
     def torch_router_dtype(self) -> torch.dtype:
         """`router_dtype` as torch's."""
         return getattr(torch, self.router_dtype)
-
-    def _bad_names(self) -> Iterator[Problem]:
-        for name, kind in _CHOICES.items():
-            if (value := getattr(self, name)) not in get_args(kind):
-                fix = nearest(str(value), get_args(kind))
-                yield Problem(name, repr(value), "a known name", fix)
 
     def _bad_numbers(self) -> Iterator[Problem]:
         for name in _POSITIVE:

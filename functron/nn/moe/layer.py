@@ -71,7 +71,7 @@ from functron.nn.moe.router import (
     router_defs,
     statistics,
 )
-from functron.ops.glu import glu_linear, halves
+from functron.ops.glu import SWIGLU_LIMIT, SWIGLU_SLOPE, glu_linear, halves
 from functron.ops.grouped_matmul import grouped_matmul
 from functron.ops.moe import PERMUTE, SORT, UNPERMUTE, sorted_assignments
 from functron.ops.operations import AUTO, Kernels
@@ -84,7 +84,6 @@ from functron.spmd.spec import P, spec_axes
 ExpertActivation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu", "clamped_swiglu"]
 """Those of `nn.mlp`, and that of GPT-OSS, which needs a gate; see `clamped_swiglu`."""
 
-_LIMIT, _SLOPE = 7.0, 1.702
 _PADDED = 1.5  # times the rows: so many are sent before waiting for how many there are is better
 _BIAS_WIDTH = 8  # the inner dim of a product with ones: whole 16 bytes for kernels
 
@@ -130,8 +129,8 @@ def expert_defs(
 
 def clamped_swiglu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*shape"]) -> Tensor:
     """(u + 1) g sigmoid(1.702 g), with g = min(gate, 7) and u = up within [-7, 7] (GPT-OSS)."""
-    gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
-    return (up + 1) * gate * (_SLOPE * gate).sigmoid()
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * gate * (SWIGLU_SLOPE * gate).sigmoid()
 
 
 GATED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(

@@ -37,7 +37,15 @@ from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 from functron.nn.layers import SEQ_DIM, linear_defs, sequence_axes
 from functron.nn.moe.config import Drop, MoEConfig
-from functron.ops.moe import RENORMALISE_EPS, KernelScore, Weighting, best, choose, fits, moe_router
+from functron.ops.moe import (
+    KernelScore,
+    Weighting,
+    best,
+    choose,
+    fits,
+    moe_router,
+    weights_of,
+)
 from functron.ops.operations import AUTO, Kernels
 from functron.spmd import DATA_AXES
 from functron.spmd import collectives as lax
@@ -456,10 +464,10 @@ def _choose_experts(
     params: dict, logits: Tensor, config: MoEConfig, stream: P, kernels: Kernels
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Experts, their weights before `scale`, in which dropping has no part, and all scores."""
+    weighting: Weighting = "renormalised" if config.renormalise else "scores"
+    if config.normalise == "after":
+        weighting = "softmax of chosen"
     if config.routing == "top_k" and _has_kernel(kernels, config, logits):
-        weighting: Weighting = "renormalised" if config.renormalise else "scores"
-        if config.normalise == "after":
-            weighting = "softmax of chosen"
         return _route_by_kernel(logits, params.get("balance"), config, config.score, weighting)
     scores = logits.sigmoid() if config.score == "sigmoid" else logits.softmax(-1)
     if config.routing == "expert_choice":
@@ -471,7 +479,7 @@ def _choose_experts(
     else:
         balance = params.get("balance")
         experts = top_k_experts(scores, config, balance, logits=logits, kernels=kernels)
-    return experts, _weights(logits, scores, experts, config), scores
+    return experts, weights_of(experts, logits, scores, weighting), scores
 
 
 def _has_kernel(kernels: Kernels, config: MoEConfig, x: Tensor) -> bool:
@@ -508,16 +516,6 @@ def _logits(params: dict, x: Tensor, config: MoEConfig) -> Tensor:
     wide = torch.promote_types(x.dtype, config.torch_router_dtype)
     logits = x.to(wide) @ params["w"].to(wide)
     return logits + params["b"].to(wide) if "b" in params else logits
-
-
-def _weights(logits: Tensor, scores: Tensor, experts: Tensor, config: MoEConfig) -> Tensor:
-    """The weights of the chosen experts before `scale`."""
-    if config.normalise == "after":
-        return logits.gather(-1, experts).softmax(-1)
-    chosen = scores.gather(-1, experts)
-    if config.renormalise:
-        return chosen / (chosen.sum(-1, keepdim=True) + RENORMALISE_EPS)
-    return chosen
 
 
 def _fit_capacity(
