@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from functron.core.errors import raise_problems
+from functron.core.settings import choice_problems
 from functron.core.typing import Float, Int, Tensor
 from functron.nn.layers import (
     MATMUL,
@@ -77,6 +79,9 @@ class RopeScaling:
     mscale_all_dim: float = 0.0
     truncate: bool = True
     attention_factor: float = 0.0
+
+    def __post_init__(self):
+        raise_problems("invalid RopeScaling", choice_problems(self))
 
     @property
     def table_factor(self) -> float:

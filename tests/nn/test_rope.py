@@ -249,3 +249,9 @@ def test_rotations_of_the_tape_alone_have_derivatives_of_any_order():
     torch.testing.assert_close(turned(x), torch.cat([pairs.real, pairs.imag], -1))
     assert torch.autograd.gradcheck(turned, (x,))
     assert torch.autograd.gradgradcheck(turned, (x,))
+
+
+def test_an_unknown_scaling_is_refused():
+    """It was that of Llama 3 in silence."""
+    with pytest.raises(ValueError, match="kind: got 'yarm'; wanted .*'yarn'"):
+        nn.RopeScaling(kind="yarm")  # type: ignore[arg-type]
