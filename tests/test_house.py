@@ -173,7 +173,9 @@ def test_applications_do_not_meet(imports):
 
 def test_the_table_has_every_application():
     folders = {path.name for path in (ROOT / "apps").iterdir() if (path / "__init__.py").is_file()}
-    assert folders <= {*APPLICATIONS}  # any may be left out
+    tested = {path.name for path in (Path(__file__).parent / "apps").iterdir() if path.is_dir()}
+    # one may be left out, with its tests
+    assert folders == {name for name in APPLICATIONS if name in tested}
 
 
 @pytest.mark.parametrize(

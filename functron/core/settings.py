@@ -221,13 +221,19 @@ def number_problems(config: Any) -> Iterator[Problem]:
         yield Problem(each.name, f"{value:g}" if also else str(value), f"at least {least}{also}")
 
 
+def find_unknown(config: Any) -> Iterator[tuple[str, Any, tuple]]:
+    """Fields of a dataclass whose values are not in their `Literal`: name, value, those in it."""
+    for name, hint in hints_of(type(config)).items():
+        known = typing.get_args(hint)
+        if typing.get_origin(hint) is Literal and (value := getattr(config, name)) not in known:
+            yield name, value, known
+
+
 def choice_problems(config: Any) -> list[Problem]:
-    """A problem for each field of a dataclass that is none of the values of its `Literal`."""
+    """A problem for each field of `find_unknown`."""
     return [
         Problem(name, repr(value), "a known name", nearest(str(value), known))
-        for name, hint in hints_of(type(config)).items()
-        if typing.get_origin(hint) is Literal
-        and (value := getattr(config, name)) not in (known := typing.get_args(hint))
+        for name, value, known in find_unknown(config)
     ]
 
 

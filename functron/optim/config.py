@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 import torch
 
@@ -42,7 +42,7 @@ from functron.core.errors import (
     raise_problems,
     refuse,
 )
-from functron.core.settings import Need, Needs, hints_of, section, setting
+from functron.core.settings import Need, Needs, find_unknown, section, setting
 from functron.ops.operations import AUTO, Kernels
 from functron.optim import schedules
 from functron.optim.adam import AdamwRule, MomentDtype, adam, adamw, in_one_pass
@@ -522,12 +522,9 @@ def _share_problems(config: object, names: tuple[str, ...], path: str) -> list[P
 
 
 def _choice_problems(config: Any, path: str) -> list[Problem]:
-    """The fields whose values are none of those of their Literal."""
     return [
         Problem(f"{path}.{name}", repr(value), f"one of {', '.join(map(repr, known))}")
-        for name, kind in hints_of(type(config)).items()
-        if get_origin(kind) is Literal
-        and (value := getattr(config, name)) not in (known := get_args(kind))
+        for name, value, known in find_unknown(config)
     ]
 
 

@@ -16,7 +16,7 @@ TORCH = (
     "libtorch_python.so",
 )  # fmt: skip
 STATUS = 'EXPORT int {0}(void) {{ fake_count("{0}"); return 0; }}\n'
-"""What is called and not written out answers "success", and is counted."""
+"""The source of a function that torch calls and runtime.c lacks: "success", and a count."""
 
 
 def find_torch() -> Path:

@@ -1,4 +1,4 @@
-"""What processes did on the stand-in: their logs, read and held against what real cards demand.
+"""Logs of processes on the stand-in, read and held against what real cards demand.
 
 Each function takes `Process`es and returns problems as sentences; none: all is well.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,7 +144,7 @@ def _has_counterparts(
         others = [[call for call in heads[r] if call[0] not in pairs] for r in ready]
         if len(ready) < size or any(other != shared for other in others):
             return False
-    for name, count, kind, peer in heads[rank]:
+    for name, _, _, peer in heads[rank]:
         if name not in pairs:
             continue
         if peer not in ready:
@@ -153,7 +153,6 @@ def _has_counterparts(
         theirs = [c[1:3] for c in heads[peer] if c[0] == pairs[name] and c[3] == rank]
         if mine != theirs:
             return False
-        del count, kind
     return True
 
 
@@ -168,64 +167,76 @@ class _Use:
     tick: int
     what: str
 
+    def covers(self, other: _Use) -> bool:
+        inside = self.start <= other.start and other.stop <= self.stop
+        return inside and self.stream == other.stream
+
 
 def find_races(process: Process) -> list[str]:
     """Memory that a stream uses while another one may still write it, or writes while it is read.
 
     An operation comes after those before it in its stream, and after what its stream waited for by
-    events; what the host waited for, or found done, comes before all that it starts then. Copies, collectives
-    and Inductor's kernels say what they use; torch's own kernels do not: torch.cuda._sanitizer
-    watches those.
+    events; what the host waited for, or found done, comes before all that it starts then. Copies,
+    collectives and Inductor's kernels say what they use; torch's own kernels do not:
+    torch.cuda._sanitizer watches those.
     """
-    clocks: dict[int, dict[int, int]] = defaultdict(dict)
-    events: dict[int, dict[int, int]] = {}
-    host: dict[int, int] = {}
-    writes: list[_Use] = []
-    reads: list[_Use] = []
+    clocks: dict[int, Clock] = defaultdict(dict)
+    events: dict[int, Clock] = {}
+    host: Clock = {}
+    used: dict[str, list[_Use]] = {"reads": [], "writes": []}
     problems: list[str] = []
-
-    def merge(into: dict[int, int], other: Mapping[int, int]) -> None:
-        for stream, tick in other.items():
-            into[stream] = max(into.get(stream, 0), tick)
-
     for record in process.records:
         op, stream = record["op"], record.get("stream", -1)
         if op == "record":
             events[record["event"]] = dict(clocks[stream])
         elif op == "wait":
-            merge(clocks[stream], events.get(record["event"], {}))
+            _merge(clocks[stream], events.get(record["event"], {}))
         elif op in ("synchronize", "query") and record.get("event"):
-            merge(host, events.get(record["event"], {}))
+            _merge(host, events.get(record["event"], {}))
         elif op == "synchronize":
             for each in clocks if stream < 0 else [stream]:
-                merge(host, clocks[each])
-        elif "writes" in record or "reads" in record:
+                _merge(host, clocks[each])
+        elif not used.keys().isdisjoint(record):
             clock = clocks[stream]
-            merge(clock, host)
+            _merge(clock, host)
             clock[stream] = clock.get(stream, 0) + 1
-            what = record.get("kernel") or record.get("name") or record.get("call") or op
-
-            def clashes(known: list[_Use], start: int, stop: int, clock=clock) -> list[_Use]:
-                return [
-                    use
-                    for use in known
-                    if use.start < stop and start < use.stop and clock.get(use.stream, 0) < use.tick
-                ]
-
-            for kind, others in (("reads", [writes]), ("writes", [writes, reads])):
-                for start, size in record.get(kind, ()):
-                    for known in others:
-                        problems += [
-                            f"rank {process.rank}: {what} on stream {stream} {kind} {size} bytes "
-                            f"while {use.what} on stream {use.stream} may still use them"
-                            for use in clashes(known, start, start + size)
-                        ]
-            for kind, into in (("reads", reads), ("writes", writes)):
-                for start, size in record.get(kind, ()):
-                    kept = [
-                        u
-                        for u in into
-                        if not (start <= u.start and u.stop <= start + size and u.stream == stream)
-                    ]
-                    into[:] = [*kept, _Use(start, start + size, stream, clock[stream], what)]
+            clashes = _find_clashes(record, clock, used)
+            problems += [f"rank {process.rank}: {clash}" for clash in clashes]
+            _add_uses(record, clock[stream], used)
     return problems
+
+
+Clock = dict[int, int]
+"""By stream, how many of its operations have come before."""
+
+
+def _merge(into: Clock, other: Mapping[int, int]) -> None:
+    for stream, tick in other.items():
+        into[stream] = max(into.get(stream, 0), tick)
+
+
+def _name_use(record: Mapping) -> str:
+    return record.get("kernel") or record.get("name") or record.get("call") or record["op"]
+
+
+def _find_clashes(record: Mapping, clock: Clock, used: Mapping[str, list[_Use]]) -> Iterator[str]:
+    """Uses of the record's memory that its stream does not come after, of which one writes."""
+    for kind, others in (("reads", ("writes",)), ("writes", ("writes", "reads"))):
+        earlier = [use for other in others for use in used[other]]
+        for start, size in record.get(kind, ()):
+            for use in earlier:
+                overlaps = use.start < start + size and start < use.stop
+                if overlaps and clock.get(use.stream, 0) < use.tick:
+                    yield (
+                        f"{_name_use(record)} on stream {record['stream']} {kind} {size} bytes "
+                        f"while {use.what} on stream {use.stream} may still use them"
+                    )
+
+
+def _add_uses(record: Mapping, tick: int, used: Mapping[str, list[_Use]]) -> None:
+    """Remember the record's uses, which stand for those before of the same stream in their place."""
+    stream, what = record["stream"], _name_use(record)
+    for kind, known in used.items():
+        for start, size in record.get(kind, ()):
+            new = _Use(start, start + size, stream, tick, what)
+            known[:] = [use for use in known if not new.covers(use)] + [new]

@@ -220,7 +220,7 @@ typedef struct {
 
 static Region *regions;
 static int num_regions, room_for_regions;
-static size_t held[NUM_DEVICES], highest[NUM_DEVICES];
+static size_t held[NUM_DEVICES];
 
 static char *map_pages(size_t size) {
     void *found = mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -233,7 +233,6 @@ EXPORT int fake_take(int device, long size) {
     pthread_mutex_lock(&lock);
     if (size > 0 && held[device] + size > DEVICE_BYTES - CONTEXT_BYTES) good = 0;
     else held[device] += size;
-    if (held[device] > highest[device]) highest[device] = held[device];
     pthread_mutex_unlock(&lock);
     return good;
 }
@@ -272,9 +271,6 @@ EXPORT int fake_find(const void *at, size_t size) {
     pthread_mutex_unlock(&lock);
     return found;
 }
-
-EXPORT size_t fake_held(int device) { return held[device]; }
-EXPORT size_t fake_highest(int device) { return highest[device]; }
 
 static int is_capturing_anywhere(void);
 
@@ -640,7 +636,6 @@ EXPORT int cudaGetDriverEntryPoint(const char *name, void **into, unsigned long 
 
 /* --- cuBLAS: products are launches */
 
-static void *blas_stream[64];
 static int product(const char *name, void *handle) {
     Size one = {1, 1, 1};
     return fake_launch(name, one, one, 0, handle ? *(void **)handle : 0);

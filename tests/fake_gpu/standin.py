@@ -1,4 +1,4 @@
-"""What the stand-in replaces in Python: Triton's compiler, cuDNN's attention, and pickled objects.
+"""Stand-ins in Python: of Triton's compiler, cuDNN's attention, and transfers of pickled objects.
 
 `install` is called in each process before functron is imported (site/sitecustomize.py).
 """
@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 _runtime = ctypes.CDLL(None)
-SOURCES: dict[str, str] = {}
-"""The Triton kernels that Inductor wrote, by name."""
 
 
 class _Size(ctypes.Structure):
@@ -45,11 +43,6 @@ def counts() -> dict[str, int]:
 def forget() -> None:
     """Begin to count again."""
     _runtime.fake_forget_counts()
-
-
-def contexts() -> list[int]:
-    """The devices on which this process has a context."""
-    return [device for device in range(8) if _runtime.fake_is_open(device)]
 
 
 class _Driver:
@@ -107,7 +100,6 @@ def _name_stream(stream: int) -> int:
 
 
 def _compile(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> _Kernel:
-    SOURCES[kernel_name] = source_code
     return _Kernel(kernel_name, source_code)
 
 

@@ -53,7 +53,7 @@ STEPS = 4
 
 
 def waits_in_steps(process: Process) -> list[dict]:
-    """What the program's thread waits for in all but the first step and the last one.
+    """The waits of the program's thread in all but the first step and the last one.
 
     An event is waited for where numbers of the step before are read, which costs nothing.
     """

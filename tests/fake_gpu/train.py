@@ -1,13 +1,10 @@
-"""``functron train`` that marks its steps in the stand-in's log, and says what memory it took."""
+"""``functron train`` that marks its steps in the stand-in's log."""
 
 import ctypes
 import sys
 from dataclasses import dataclass
 
-import torch
-
 from functron.cli.main import main
-from functron.core.settings import setting
 from functron.training.loop import At, LoopHook
 from functron.training.run import Session
 
@@ -17,35 +14,18 @@ def say(text: str) -> None:
 
 
 class Marks(LoopHook):
-    """The beginning of each step, and at the end the highest memory and what was promised."""
-
-    def __init__(self, session: Session, promised: int):
-        self.session, self.promised = session, promised
+    """The beginning of each step."""
 
     def before(self, at: At) -> None:
         say(f'"op": "step", "number": {at.step}')
-        if at.index == 1:  # the first one initialises libraries
-            torch.cuda.reset_peak_memory_stats()
-
-    def end(self, at: At) -> None:
-        peak = torch.cuda.max_memory_allocated()
-        say(f'"op": "memory", "peak": {peak}, "promised": {self.promised}')
 
 
 @dataclass(frozen=True)
 class MarksConfig:
-    """Marks in the log.
-
-    Attributes:
-        promise: compare the memory with that of the traced program.
-    """
-
-    promise: bool = setting(False)
+    """Marks in the log."""
 
     def hook(self, session: Session) -> Marks:
-        setup = session.run.setup
-        known = self.promise and not setup.is_pipelined
-        return Marks(session, setup.program().memory().peak_bytes if known else 0)
+        return Marks()
 
 
 if __name__ == "__main__":

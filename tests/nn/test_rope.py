@@ -256,4 +256,4 @@ def test_an_unknown_scaling_is_refused():
     """It was that of Llama 3 in silence."""
     annotations.update("jaxtyping_disable", True)  # which refuses it first, in tests alone
     with pytest.raises(ValueError, match=r"kind: got 'yarm'; wanted .*'yarn'"):
-        nn.RopeScaling(kind="yarm")  # type: ignore[arg-type]
+        nn.RopeScaling(kind="yarm")
