@@ -150,6 +150,8 @@ def _take_steps(session: Session) -> int | None:
     """Take steps until all are taken, or something stops them: as of `StopHook`."""
     run, reached, taken = session.run, session.run.state, session.run.start
     stop = StopHook(session.stop, run.config.saves_after)
+    # under a dispatch mode, such as CUDA's sanitizer, states are not donated: none is written ahead
+    ahead = run.device.type == "cuda" and not compat.dispatch_modes_active()
     with _open_batches(session) as batches:
         steps = loop(
             run.step,
@@ -159,7 +161,7 @@ def _take_steps(session: Session) -> int | None:
             steps=run.config.steps,
             hooks=hooks_of(session, batches, stop),
             agree=lambda number: int(session.job.across(number, dist.ReduceOp.MAX)),
-            ahead=int(run.device.type == "cuda"),
+            ahead=int(ahead),
         )
         try:
             for state, record in steps:

@@ -26,12 +26,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., list[Process]]:
-    """``run(*command)``: the logs of a Python program's processes, which ends well."""
+    """``run(*command)``: the logs of a Python program's processes, which ends well.
 
-    def start(*command: str, seconds: float = 300) -> list[Process]:
+    With ``sanitized`` torch watches which streams use a tensor, and raises where two race.
+    """
+
+    def start(*command: str, seconds: float = 300, sanitized: bool = False) -> list[Process]:
         log = tmp_path / "log"
         log.mkdir(exist_ok=True)
         environment = {**os.environ, "FAKE_GPU_LOG": str(log)}
+        environment |= {"TORCH_CUDA_SANITIZER": "1"} if sanitized else {}
         done = subprocess.run(
             [sys.executable, *command], env=environment, cwd=tmp_path, capture_output=True,
             text=True, timeout=seconds, check=False,

@@ -6,10 +6,11 @@ Each function takes `Process`es and returns problems as sentences; none: all is 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -64,65 +65,195 @@ def find_shared_pages(processes: Iterable[Process]) -> list[str]:
     ]
 
 
-# --- the order of NCCL's calls
+# --- the streams of all ranks, and the calls of NCCL that bind them
 
 Call = tuple[str, int, int, int]
 """Name, number of elements, dtype, and the peer or root."""
+PAIRS = {"Send": "Recv", "Recv": "Send"}
+LAUNCH_SECONDS, BYTES_PER_SECOND = 5e-6, 1e11
+WORK = ("launch", "copy", "set", "replay", "nccl")
 
 
-def _list_calls(process: Process) -> dict[str, list[list[Call]]]:
-    """By communicator: its calls in order, those of one group together."""
-    found: dict[str, list[list[Call]]] = defaultdict(list)
-    depth, group = 0, defaultdict(list)
-    for record in process.having("nccl", "group", "end"):
-        if record["op"] == "group":
+def estimate_seconds(record: Mapping) -> float:
+    """A time for one operation, of its bytes where it says them; kernels all take the same."""
+    spans = [*record.get("reads", ()), *record.get("writes", ())]
+    return LAUNCH_SECONDS + max((size for _, size in spans), default=0) / BYTES_PER_SECOND
+
+
+@dataclass
+class Execution:
+    """What comes of running the streams of all ranks.
+
+    Attributes:
+        stuck: communicators whose ranks wait for one another for ever, as sentences.
+        end_seconds: by rank, when its last operation is done.
+        waited_seconds: by rank and communicator, the time from when a rank came to its calls to
+            when the others did.
+    """
+
+    stuck: list[str]
+    end_seconds: dict[int, float]
+    waited_seconds: dict[tuple[int, str], float]
+
+
+@dataclass(eq=False)
+class _Task:
+    """One operation of a stream, a group of NCCL's calls, or a point of the program's own thread."""
+
+    rank: int
+    seconds: float
+    group: str = ""
+    calls: list[Call] = field(default_factory=list)
+    num_before: int = 0
+    after: list[_Task] = field(default_factory=list)
+    ready_seconds: float = 0.0
+    is_done: bool = False
+
+
+def execute(
+    processes: Sequence[Process], seconds_of: Callable[[Mapping], float] = estimate_seconds
+) -> Execution:
+    """Run the operations of all ranks: each after those that its stream, events and host say.
+
+    A call of NCCL begins when all of its ranks came to it, and the calls of a communicator run in
+    each rank's order. The calls at the head of a set of ranks run where all of a collective's
+    ranks have it there, and each send of the set has its receive.
+    """
+    members: dict[str, dict[int, list[_Task]]] = defaultdict(dict)
+    sizes: dict[str, int] = defaultdict(int)
+    begun: list[_Task] = []
+    for process in processes:
+        tasks = _list_tasks(process, seconds_of)
+        begun += [task for task in tasks if not task.num_before]
+        for record in process.having("communicator"):
+            calls = [task for task in tasks if task.group == record["group"]]
+            members[record["group"]][record["rank"]] = calls
+            sizes[record["group"]] = max(record["size"], sizes[record["group"]])
+    done = Execution([], dict.fromkeys((p.rank for p in processes), 0.0), defaultdict(float))
+    absent = [name for name in members if len(members[name]) < sizes[name]]
+    for name in absent:
+        queues = members.pop(name)
+        if any(queues.values()):
+            done.stuck.append(
+                f"communicator {name}: {len(queues)} of {sizes[name]} ranks joined it"
+            )
+    arrived: set[_Task] = set()
+    _finish(begun, done, arrived)
+    num_done = dict.fromkeys(members, 0)
+    queues = {
+        name: {rank: deque(calls) for rank, calls in of.items()} for name, of in members.items()
+    }
+    while any(_run_heads(queues, name, num_done, done, arrived) for name in queues):
+        pass
+    for name, left in queues.items():
+        if any(left.values()):
+            said = {
+                rank: [call for task in [*tasks][:3] for call in task.calls]
+                for rank, tasks in left.items()
+            }
+            done.stuck.append(f"communicator {name}: stuck after {num_done[name]} calls at {said}")
+    return done
+
+
+def _list_tasks(process: Process, seconds_of: Callable[[Mapping], float]) -> list[_Task]:
+    """The operations of a process, each bound to those that it comes after."""
+    tasks: list[_Task] = []
+    last: dict[Any, list[_Task]] = defaultdict(list)  # by stream, event and communicator
+    host: list[_Task] = []
+    grouped: dict[str, list[Mapping]] | None = None
+    depth = 0
+
+    def add(records: Sequence[Mapping], after: list[_Task], group: str = "") -> _Task:
+        calls = [
+            (r["name"], r["count"], r["type"], r["peer"]) for r in records if r["op"] == "nccl"
+        ]
+        new = _Task(process.rank, max(map(seconds_of, records), default=0.0), group, calls)
+        for task in {*after, *host}:
+            task.after.append(new)
+            new.num_before += 1
+        tasks.append(new)
+        return new
+
+    def add_calls(name: str, records: Sequence[Mapping]) -> None:
+        stream = records[-1].get("stream", name)
+        last[stream] = last[name] = [add(records, last[stream] + last[name], name)]
+
+    for record in process.records:
+        op, stream = record["op"], record.get("stream", -1)
+        event = ("event", record.get("event"))
+        if op == "group":
             depth += 1
-        elif record["op"] == "end":
+            grouped = defaultdict(list) if depth == 1 else grouped
+        elif op == "end":
             depth -= 1
             if depth == 0:
-                for name, calls in group.items():
-                    found[name].append(calls)
-                group = defaultdict(list)
-        else:
-            call = (record["name"], record["count"], record["type"], record["peer"])
-            if depth:
-                group[record["group"]].append(call)
+                for name, records in (grouped or {}).items():
+                    add_calls(name, records)
+                grouped = None
+        elif op == "nccl":
+            if grouped is None:
+                add_calls(record["group"], [record])
             else:
-                found[record["group"]].append([call])
-    return found
+                grouped[record["group"]].append(record)
+        elif op in WORK:
+            last[stream] = [add([record], last[stream])]
+        elif op == "record":
+            last[event] = last[stream]
+        elif op == "wait":
+            last[stream] = [*last[stream], *last[event]]
+        elif op == "synchronize":
+            streams = [key for key in last if isinstance(key, int)] if stream < 0 else [stream]
+            keys = [event] if record.get("event") else streams
+            host = [add([], [task for key in keys for task in last[key]])]
+    return tasks
+
+
+def _finish(begun: Iterable[_Task], done: Execution, arrived: set[_Task]) -> None:
+    """Run what is ready, and what becomes so; calls of NCCL arrive, and wait for other ranks."""
+    ready = list(begun)
+    while ready:
+        task = ready.pop()
+        if task.group and not task.is_done:
+            arrived.add(task)
+            continue
+        task.is_done = True
+        end = task.ready_seconds + task.seconds
+        done.end_seconds[task.rank] = max(done.end_seconds[task.rank], end)
+        for other in task.after:
+            other.ready_seconds = max(other.ready_seconds, end)
+            other.num_before -= 1
+            if not other.num_before:
+                ready.append(other)
+
+
+def _run_heads(
+    queues: Mapping[str, dict[int, deque[_Task]]],
+    name: str,
+    num_done: dict[str, int],
+    done: Execution,
+    arrived: set[_Task],
+) -> bool:
+    """Whether the first calls of some ranks of a communicator could run; then they have."""
+    own = queues[name]
+    heads = {rank: tasks[0] for rank, tasks in own.items() if tasks and tasks[0] in arrived}
+    ready = _find_ready({rank: task.calls for rank, task in heads.items()}, len(own))
+    starts = {}
+    for rank in ready:
+        peers = [peer for call, *_, peer in heads[rank].calls if call in PAIRS]
+        shared = ready if len(peers) < len(heads[rank].calls) else {rank, *peers}
+        starts[rank] = max(heads[each].ready_seconds for each in shared)
+    for rank, start in starts.items():
+        task = own[rank].popleft()
+        done.waited_seconds[task.rank, name] += start - task.ready_seconds
+        task.ready_seconds, task.is_done = start, True
+        _finish([task], done, arrived)
+    num_done[name] += bool(ready)
+    return bool(ready)
 
 
 def find_unmatched(processes: Sequence[Process]) -> list[str]:
-    """Communicators whose ranks wait for one another for ever.
-
-    Each runs its calls in order; the calls at the head of a set of ranks run where all of a
-    collective's ranks have it there, and each send of the set has its receive.
-    """
-    members: dict[str, dict[int, list[list[Call]]]] = defaultdict(dict)
-    sizes: dict[str, int] = {}
-    for process in processes:
-        calls = _list_calls(process)
-        for record in process.having("communicator"):
-            members[record["group"]][record["rank"]] = calls.get(record["group"], [])
-            sizes[record["group"]] = max(record["size"], sizes.get(record["group"], 0))
-    problems = []
-    for name, queues in members.items():
-        size = max(sizes[name], len(queues))
-        if len(queues) < size and any(queues.values()):
-            problems.append(f"communicator {name}: {len(queues)} of {size} ranks joined it")
-            continue
-        left, done = {rank: list(calls) for rank, calls in queues.items()}, 0
-        while any(left.values()):
-            heads = {rank: calls[0] for rank, calls in left.items() if calls}
-            ready = _find_ready(heads, size)
-            if not ready:
-                said = {rank: calls[:3] for rank, calls in heads.items()}
-                problems.append(f"communicator {name}: stuck after {done} calls at {said}")
-                break
-            for rank in ready:
-                left[rank].pop(0)
-            done += 1
-    return problems
+    """Communicators whose ranks wait for one another for ever."""
+    return execute(processes).stuck
 
 
 def _find_ready(heads: Mapping[int, list[Call]], size: int) -> set[int]:
@@ -138,19 +269,18 @@ def _find_ready(heads: Mapping[int, list[Call]], size: int) -> set[int]:
 def _has_counterparts(
     rank: int, heads: Mapping[int, list[Call]], ready: set[int], size: int
 ) -> bool:
-    pairs = {"Send": "Recv", "Recv": "Send"}
-    shared = [call for call in heads[rank] if call[0] not in pairs]
+    shared = [call for call in heads[rank] if call[0] not in PAIRS]
     if shared:
-        others = [[call for call in heads[r] if call[0] not in pairs] for r in ready]
+        others = [[call for call in heads[r] if call[0] not in PAIRS] for r in ready]
         if len(ready) < size or any(other != shared for other in others):
             return False
     for name, _, _, peer in heads[rank]:
-        if name not in pairs:
+        if name not in PAIRS:
             continue
         if peer not in ready:
             return False
         mine = [c[1:3] for c in heads[rank] if c[0] == name and c[3] == peer]
-        theirs = [c[1:3] for c in heads[peer] if c[0] == pairs[name] and c[3] == rank]
+        theirs = [c[1:3] for c in heads[peer] if c[0] == PAIRS[name] and c[3] == rank]
         if mine != theirs:
             return False
     return True

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 import pickle
 import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 _runtime = ctypes.CDLL(None)
+KERNELS = Path(__file__).parents[2] / "kernels"
 
 
 class _Size(ctypes.Structure):
@@ -82,15 +86,23 @@ class _Kernel:
 
     def run(self, *args: Any, stream: int = 0, **given: Any) -> None:
         launch(f"triton: {self.name}", stream)
-        spans: dict[bool, list] = {False: [], True: []}
-        for value, writes in zip(args, self.writes, strict=False):
-            if isinstance(value, torch.Tensor) and value.numel():
-                last = sum(
-                    (n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)
-                )
-                spans[writes].append([value.data_ptr(), (last + 1) * value.element_size()])
-        text = f'"op": "uses", "kernel": "{self.name}", "stream": {_name_stream(stream)}, '
-        _runtime.fake_print(f'{text}"reads": {spans[False]}, "writes": {spans[True]}'.encode())
+        _tell_uses(self.name, stream, zip(args, self.writes, strict=False))
+
+
+def _span(value: torch.Tensor) -> list[int]:
+    """The first byte of a tensor, and how many bytes reach to its last one."""
+    steps = ((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+    return [value.data_ptr(), (sum(steps) + 1) * value.element_size()]
+
+
+def _tell_uses(kernel: str, stream: int, args: Iterable[tuple[Any, bool]]) -> None:
+    """Log the memory that a kernel reads and writes, of its arguments and whether it writes them."""
+    spans: dict[bool, list] = {False: [], True: []}
+    for value, writes in args:
+        if isinstance(value, torch.Tensor) and value.numel():
+            spans[writes].append(_span(value))
+    text = f'"op": "uses", "kernel": "{kernel}", "stream": {_name_stream(stream)}, '
+    _runtime.fake_print(f'{text}"reads": {spans[False]}, "writes": {spans[True]}'.encode())
 
 
 def _name_stream(stream: int) -> int:
@@ -101,6 +113,62 @@ def _name_stream(stream: int) -> int:
 
 def _compile(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> _Kernel:
     return _Kernel(kernel_name, source_code)
+
+
+# --- functron's own kernels: what they are given is held against what they are declared to take
+
+
+@functools.cache
+def read_parameters(source: str, kernel: str) -> tuple[str, ...]:
+    """What each parameter of a kernel is: "reads" or "writes" of a pointer, "integer", "number"."""
+    text = (KERNELS / f"{source}.cu").read_text()
+    found = re.search(rf"__global__ void __launch_bounds__\(.*\)\s+{kernel}\(([^)]*)\)", text)
+    assert found is not None, f"{kernel} is not in {source}.cu"
+    return tuple(_classify(each) for each in found[1].split(","))
+
+
+def _classify(parameter: str) -> str:
+    if "*" in parameter:
+        return "reads" if parameter.split()[0] == "const" else "writes"
+    return "number" if parameter.split()[-2] == "float" else "integer"
+
+
+def find_misfits(parameters: Sequence[str], args: Sequence[Any]) -> list[str]:
+    """Arguments that a kernel would take for something else, or that lie on no GPU's memory."""
+    if len(parameters) != len(args):
+        return [f"{len(args)} arguments of {len(parameters)}"]
+    misfits = []
+    for position, (wanted, arg) in enumerate(zip(parameters, args, strict=True)):
+        kind = (
+            "integer" if isinstance(arg, int) else "number" if isinstance(arg, float) else "pointer"
+        )
+        if kind != wanted and not (kind == "pointer" and wanted in ("reads", "writes")):
+            misfits.append(f"argument {position}: {kind}, wanted {wanted}")
+        elif isinstance(arg, torch.Tensor) and arg.numel():
+            start, num_bytes = _span(arg)
+            place = _runtime.fake_find(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes))
+            if place < 0 or place != arg.get_device():
+                misfits.append(f"argument {position}: {num_bytes} bytes of no memory of its GPU")
+    return misfits
+
+
+def watch_launches(launcher: type) -> None:
+    """Have functron's launcher say what each kernel uses, and whether its arguments fit."""
+    run = launcher.__call__
+
+    def run_and_tell(self, source, kernel, grid, block, *args, **given):
+        parameters = read_parameters(source, kernel)
+        for misfit in find_misfits(parameters, args):
+            _runtime.fake_print(
+                f'"op": "refused", "kernel": "{kernel}", "why": "{misfit}"'.encode()
+            )
+        run(self, source, kernel, grid, block, *args, **given)
+        stream = torch.cuda.current_stream().cuda_stream
+        _tell_uses(
+            kernel, stream, ((x, p == "writes") for x, p in zip(args, parameters, strict=False))
+        )
+
+    launcher.__call__ = run_and_tell
 
 
 def _attend(q, k, v, bias, lse, p=0.0, causal=False, debug=False, *, scale=None):

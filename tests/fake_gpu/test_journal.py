@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+
+import pytest
 
 from tests.fake_gpu import journal
 from tests.fake_gpu.journal import Process
@@ -65,6 +68,47 @@ def test_transfers_match_in_a_group_and_not_in_turn():
     assert len(journal.find_unmatched(turned)) == 1  # each waits for the other's receive
     chain = [make(0, member(0), call("Send", peer=1)), make(1, member(1), call("Recv", peer=0))]
     assert journal.find_unmatched(chain) == []
+
+
+def kernel(stream: int, microseconds: int = 10) -> dict:
+    return {"op": "launch", "stream": stream, "kernel": "k", "us": microseconds}
+
+
+def priced(record: Mapping) -> float:
+    return record.get("us", 0) * 1e-6
+
+
+def test_ranks_wait_for_the_last_one_to_come():
+    summed = call("AllReduce") | {"stream": 2, "us": 5}
+    ranks = [
+        make(r, member(r), kernel(1, 10 + 30 * r), kernel(3, 7), record(1), wait(2), summed)
+        for r in range(2)
+    ]
+    done = journal.execute(ranks, priced)
+    assert done.stuck == []
+    assert done.waited_seconds == pytest.approx({(0, "g"): 30e-6, (1, "g"): 0})
+    assert done.end_seconds == pytest.approx({0: 45e-6, 1: 45e-6})
+
+
+def test_the_host_waits_before_what_it_starts_next():
+    # by hand: 10 us, the host waits for them, then 10 us of another stream, beside 25 of a third
+    steps = (kernel(1), {"op": "synchronize", "stream": 1}, kernel(2))
+    assert journal.execute([make(0, *steps)], priced).end_seconds == pytest.approx({0: 20e-6})
+    assert journal.execute([make(0, kernel(3, 25), *steps)], priced).end_seconds == pytest.approx(
+        {0: 25e-6}
+    )
+
+
+def test_two_communicators_that_wait_for_one_another_are_stuck():
+    def make_rank(rank: int, first: str, second: str) -> Process:
+        calls = [call("AllReduce", group=name) | {"stream": ord(name)} for name in (first, second)]
+        between = [record(ord(first)), wait(ord(second))]
+        return make(
+            rank, member(rank, group="a"), member(rank, group="b"), calls[0], *between, calls[1]
+        )
+
+    assert journal.find_unmatched([make_rank(r, "a", "b") for r in range(2)]) == []
+    assert len(journal.find_unmatched([make_rank(0, "a", "b"), make_rank(1, "b", "a")])) == 2
 
 
 def use(stream: int, *, reads: tuple = (), writes: tuple = ()) -> dict:

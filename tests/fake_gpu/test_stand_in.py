@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from tests.fake_gpu import journal
+from tests.fake_gpu import journal, standin
 
 pytestmark = pytest.mark.fake_gpu
 GIB = 1 << 30
@@ -62,8 +63,6 @@ def test_pages_are_registered_once():
 
 
 def test_a_graph_is_captured_and_replayed():
-    from tests.fake_gpu import standin
-
     x = torch.zeros(8, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -85,18 +84,37 @@ def test_a_copy_to_memory_that_was_never_there_is_refused():
     runtime.cudaGetLastError()
 
 
+RACE = """
+import torch
+x = torch.zeros(1 << 20, device="cuda")
+host = torch.zeros(1 << 20).pin_memory()
+side = torch.cuda.Stream()
+torch.cuda.synchronize()
+x.copy_(host, non_blocking=True)
+if {ordered}: side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(side): {use}
+"""
+
+
 @pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
 def test_a_race_of_two_streams_is_found(run, tmp_path, ordered):
     program = tmp_path / "race.py"
-    program.write_text(
-        "import torch\n"
-        "x = torch.zeros(1 << 20, device='cuda')\n"
-        "host = torch.zeros(1 << 20).pin_memory()\n"
-        "side = torch.cuda.Stream()\n"
-        "torch.cuda.synchronize()\n"
-        "x.copy_(host, non_blocking=True)\n"
-        f"if {ordered}: side.wait_stream(torch.cuda.current_stream())\n"
-        "with torch.cuda.stream(side): host.copy_(x, non_blocking=True)\n"
-    )
+    program.write_text(RACE.format(ordered=ordered, use="host.copy_(x, non_blocking=True)"))
     (process,) = run(str(program))
     assert bool(journal.find_races(process)) is not ordered
+    program.write_text(RACE.format(ordered=ordered, use="x.mul_(2)"))  # a kernel of torch's
+    found = nullcontext() if ordered else pytest.raises(AssertionError, match="possible data race")
+    with found:
+        run(str(program), sanitized=True)
+
+
+def test_arguments_of_kernels_are_held_against_their_declarations():
+    parameters = standin.read_parameters("rms_norm", "rms_norm_scale_gradient")
+    assert parameters == ("reads", "writes", *["integer"] * 5)
+    here, elsewhere = torch.zeros(4, device="cuda"), torch.zeros(4)
+    assert standin.find_misfits(parameters, (here, None, 1, 2, 3, 4, 5)) == []
+    assert standin.find_misfits(parameters, (here, None, 1, 2, 3, 4)) == ["6 arguments of 7"]
+    problems = standin.find_misfits(parameters, (here, elsewhere, 1, 2, 3, 4, 5.0))
+    assert len(problems) == 2
+    assert "argument 1: 16 bytes of no memory" in problems[0]
+    assert problems[1] == "argument 6: number, wanted integer"

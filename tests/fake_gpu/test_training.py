@@ -66,13 +66,17 @@ def waits_in_steps(process: Process) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_runs(train, name):
+def options_of(name: str) -> tuple[str, ...]:
     ranks, *options = CASES[name]
     # replicas would differ, as nothing is sent
     more = ("--nproc", str(ranks), "--check-replicas-every", "0") if ranks > 1 else ()
-    fixed = ("--steps", str(STEPS), "--global-batch", "8", "--seq", "64")
-    found = train(*fixed, *options, *more)
+    return "--steps", str(STEPS), "--global-batch", "8", "--seq", "64", *options, *more
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs(train, name):
+    ranks, *options = CASES[name]
+    found = train(*options_of(name))
     assert [process.rank for process in found] == list(range(ranks))
     for find in (
         journal.find_errors,
@@ -84,3 +88,11 @@ def test_runs(train, name):
     assert [problem for process in found for problem in journal.find_races(process)] == []
     if not {*WAITING} & {*options}:
         assert [wait for process in found for wait in waits_in_steps(process)] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["offload", "saves", "dp", "dp zero 2", "fsdp", "tp", "cp", "pp", "ep", "cp tp"]
+)
+def test_no_stream_races_with_torchs_own_kernels(train, name):
+    """They do not say in the log what they use; torch's sanitizer sees them where nothing is compiled."""
+    assert train(*options_of(name), sanitized=True)
