@@ -1,12 +1,17 @@
-"""``functron train`` that marks its steps in the stand-in's log."""
+"""``functron train`` that marks its steps in the stand-in's log, and says what memory it took."""
 
 import ctypes
 import sys
 from dataclasses import dataclass
 
+import torch
+
 from functron.cli.main import main
+from functron.core.settings import setting
+from functron.training.costs import pipeline_cost
 from functron.training.loop import At, LoopHook
 from functron.training.run import Session
+from functron.training.setup import RunSetup, make_setup
 
 
 def say(text: str) -> None:
@@ -14,18 +19,42 @@ def say(text: str) -> None:
 
 
 class Marks(LoopHook):
-    """The beginning of each step."""
+    """The beginning of each step, and at the end the highest memory and what was promised."""
+
+    def __init__(self, session: Session, promised: int):
+        self.session, self.promised = session, promised
 
     def before(self, at: At) -> None:
         say(f'"op": "step", "number": {at.step}')
+        if at.index == 1:  # the first one initialises libraries
+            torch.cuda.reset_peak_memory_stats()
+
+    def end(self, at: At) -> None:
+        peak = torch.cuda.max_memory_allocated()
+        say(f'"op": "memory", "peak": {peak}, "promised": {self.promised}')
+
+
+def promise_bytes(setup: RunSetup) -> int:
+    """The peak of the fullest rank, of programs traced without memory."""
+    plain = make_setup(setup.config, setup.plain_mesh)
+    if plain.is_pipelined:
+        ranks = pipeline_cost(plain).ranks
+        return max(rank.state_bytes + rank.activation_bytes for rank in ranks)
+    return plain.program().memory().peak_bytes
 
 
 @dataclass(frozen=True)
 class MarksConfig:
-    """Marks in the log."""
+    """Marks in the log.
+
+    Attributes:
+        promise: compare the memory with that of the traced program.
+    """
+
+    promise: bool = setting(False)
 
     def hook(self, session: Session) -> Marks:
-        return Marks()
+        return Marks(session, promise_bytes(session.run.setup) if self.promise else 0)
 
 
 if __name__ == "__main__":
