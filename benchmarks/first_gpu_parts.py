@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,12 +39,17 @@ from functron.training.loop import At, LoopHook
 from functron.training.run import Session, prepare
 from functron.training.train import train as train_run
 
+ROOT = Path(__file__).resolve().parents[1]
 WITHIN = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 1e-5}
 """Of norms, relative, by which a kernel may be off its reference."""
 TESTS = (
-    "test_gpu_kernels.py", "ops", "nn/moe/test_router.py", "compiler/test_graph.py",
-    "optim/test_offload.py", "core", "spmd/test_streams.py", "test_gpu.py",
+    "ops/test_flash.py", "test_gpu_kernels.py", "ops/test_scaled_matmul.py",
+    "ops/test_grouped_matmul.py", "ops/test_flex_attention.py", "ops/test_ids.py",
+    "nn/moe/test_router.py", "optim/test_offload.py", "test_gpu.py", "compiler/test_graph.py",
+    "core/test_random.py", "core/test_compat.py", "program/test_interpreter.py",
+    "spmd/test_streams.py",
 )  # fmt: skip
+"""All files with tests marked ``gpu``, the most important first."""
 WARM_UP = 3
 """Steps after the first one and before those that are timed: the third records a graph."""
 OURS, PEER = "functron jit", "torch.compile"
@@ -158,7 +164,8 @@ class Results:
     def pytest_collectreport(self, report: Any) -> None:
         """Keep why a file has no tests, such as a package that it imports."""
         if report.outcome == "failed":
-            self.count(report, "failed")
+            lacks = "ModuleNotFoundError" in report.longreprtext
+            self.count(report, "skipped" if lacks else "failed", tell=True)
 
     def pytest_exception_interact(self, call: Any, report: Any) -> None:
         """Tell wrong numbers, of the test that was counted just now, from what breaks."""
@@ -174,12 +181,12 @@ class Results:
         if time.monotonic() > self.ends:
             self.session.shouldstop = "out of time"
 
-    def count(self, report: Any, outcome: str) -> None:
+    def count(self, report: Any, outcome: str, *, tell: bool = False) -> None:
         """Add to the numbers of its file."""
         of = self.counts.setdefault(report.nodeid.partition("::")[0], {})
         of[outcome] = of.get(outcome, 0) + 1
-        if outcome == "failed":
-            self.rows.append({"row": report.nodeid, "state": "failed", "why": report.longreprtext})
+        if outcome == "failed" or tell:
+            self.rows.append({"row": report.nodeid, "state": outcome, "why": report.longreprtext})
 
 
 def tests(args: argparse.Namespace) -> Iterator[Row]:
@@ -190,11 +197,12 @@ def tests(args: argparse.Namespace) -> Iterator[Row]:
         raise SystemExit("skip: it needs pytest")
     import pytest
 
-    os.chdir(HERE.parent)
-    sys.path.insert(0, str(HERE.parent))
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
     found = Results(args.seconds - GRACE)
-    options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "--tb=short", "--durations=0"]
-    options += ["--continue-on-collection-errors"]
+    # of the project's options those that need no plugin
+    options = ["-o", "addopts=", "--import-mode=importlib", "-m", "gpu", "-q", "--tb=short"]
+    options += ["-p", "no:cacheprovider", "--continue-on-collection-errors"]
     needs = ("hypothesis", "jaxtyping", "beartype")
     if any(importlib.util.find_spec(name) is None for name in needs):
         options.append("--noconftest")  # which holds shapes against their annotations
@@ -277,8 +285,8 @@ def offload(args: argparse.Namespace) -> Iterator[Row]:
 
 def train_once(name: str, args: argparse.Namespace, *, strict: bool, **changes: Any) -> Row:
     """A short training that saves while it goes on, and at its end; the last save is read back."""
-    if importlib.util.find_spec("tqdm") is None:  # which draws the bar
-        sys.modules["tqdm"] = mock.MagicMock()
+    if "tqdm" not in sys.modules and importlib.util.find_spec("tqdm") is None:  # draws a bar
+        sys.modules["tqdm"] = mock.MagicMock(__spec__=ModuleSpec("tqdm", None))
     saves = all(importlib.util.find_spec(name) for name in ("tensorstore", "orbax"))
     with tempfile.TemporaryDirectory() as folder, not_waiting(args, strict=False):
         trial = make_trial(args, Path(folder) if saves else None, strict)

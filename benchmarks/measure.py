@@ -212,7 +212,7 @@ def disagreement(losses: Mapping[str, Sequence[float]], steps: int, tolerance: f
     (first, reference), *others = losses.items() if losses else [("", ())]
     for name, mine in others:
         pairs = list(zip(reference, mine, strict=False))[:steps]
-        worst = max(abs(b - a) / abs(a) for a, b in pairs)
+        worst = max(abs(b - a) / max(abs(a), 1e-30) for a, b in pairs)
         if not worst <= tolerance:
             found.append(f"{name}: {mine[:steps]} (by {worst:.1e})")
     if found:

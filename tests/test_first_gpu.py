@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import first_gpu
 import first_gpu_parts
 import traces
+
+from functron.ops import nvrtc
 
 NEEDS_GPU = {"tests", "graph"}
 
@@ -88,13 +91,35 @@ def test_a_session_of_pytest_in_rows(tmp_path):
     pytest.main([*options, f"--rootdir={tmp_path}", "-c/dev/null", str(tmp_path)], plugins=[found])
     counts = {name.rpartition("/")[2]: count for name, count in found.counts.items()}
     assert counts["test_some.py"] == {"passed": 1, "failed": 2, "skipped": 1}
-    assert counts["test_other.py"] == {"failed": 1}
+    assert counts["test_other.py"] == {"skipped": 1}
     states = {row["row"].rpartition("/")[2]: row["state"] for row in found.rows}
     assert states == {
-        "test_other.py": "failed",
+        "test_other.py": "skipped",
         "test_some.py::test_wrong": "wrong",
         "test_some.py::test_broken": "failed",
     }
+
+
+def test_all_files_with_tests_on_a_gpu_are_run():
+    tests = Path(__file__).parent
+    marked = {
+        str(file.relative_to(tests))
+        for file in tests.rglob("test_*.py")
+        if re.search(r"pytest\.mark\.gpu\b|marks=pytest\.mark\.gpu", file.read_text())
+    }
+    assert {*first_gpu_parts.TESTS} == marked - {Path(__file__).name}
+
+
+def test_compiled_kernels_go_with_the_cache(tmp_path, monkeypatch):
+    own, kept = tmp_path / "own", tmp_path / "cache" / "cubins"
+    monkeypatch.setattr(first_gpu_parts.nvrtc, "default_folder", lambda: own)
+    own.mkdir()
+    (own / f"a{nvrtc.SUFFIX}").write_text("a")
+    first_gpu_parts.share_kernels(tmp_path / "cache")
+    (kept / f"b{nvrtc.SUFFIX}").write_text("b")
+    first_gpu_parts.share_kernels(tmp_path / "cache")
+    for folder in (own, kept):
+        assert {file.read_text() for file in folder.iterdir()} == {"a", "b"}
 
 
 def test_a_trace_by_hand():
