@@ -49,6 +49,7 @@ def write(path: Path, found: Mapping[str, Any]) -> None:
 def attempt(name: str, args: argparse.Namespace, out: Path | None = None) -> dict:
     """A part in this process: its state, rows, and why it ended early; `out` is kept up to date."""
     begun, rows = time.monotonic(), []
+    args = argparse.Namespace(**vars(args), ends=begun + args.seconds)
     found: dict[str, Any] = {"state": "failed", "why": ENDED, "rows": rows}
 
     def say() -> dict:
@@ -126,7 +127,9 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
             "why": part.get("why", ""),
         }
         for one in (own, *part.get("rows", ())):
-            why = str(one.get("why", "")).strip().splitlines()[-1:]
+            said = str(one.get("why", "")).strip().splitlines()
+            # of pytest's tracebacks the line that says what was wrong, of Python's the last
+            why = [line[1:].strip() for line in said if line.startswith("E  ")][:1] or said[-1:]
             figures = [
                 f"{key} {show(value)}"
                 for key, value in one.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_a_session_of_pytest_in_rows(tmp_path):
         "@pytest.mark.skip(reason='no')\ndef test_left_out(): pass\n"
     )
     (tmp_path / "test_other.py").write_text("import not_there\n")
-    found = first_gpu_parts.Results(60)
+    found = first_gpu_parts.Results(time.monotonic() + 60)
     options = ["-q", "-p", "no:cacheprovider", "--noconftest", "--continue-on-collection-errors"]
     pytest.main([*options, f"--rootdir={tmp_path}", "-c/dev/null", str(tmp_path)], plugins=[found])
     counts = {name.rpartition("/")[2]: count for name, count in found.counts.items()}

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import first_gpu
@@ -37,3 +38,13 @@ def test_every_part_ends_with_rows(tmp_path):
             assert f"| {name} | {row['row'].replace('|', '/')[:300]} | {state} |" in done.stdout
     assert not problems, "\n".join(problems)
     assert all(part["rows"] for part in parts.values())
+
+
+def test_a_step_that_waits_is_an_error():
+    import first_gpu_parts  # which looks for the card
+
+    args = first_gpu.parse(["--tiny"])
+    x = torch.ones(1, device="cuda")
+    with pytest.raises(RuntimeError, match="synchroniz"), first_gpu_parts.not_waiting(args):
+        x.item()
+    x.item()
