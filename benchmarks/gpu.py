@@ -192,12 +192,16 @@ def synchronize(device: str) -> None:
 
 
 def measured(name: str, shape: Shape, args: argparse.Namespace, limit: float) -> Result:
-    """The program in a process of its own, with cold caches, that is ended after `limit` s."""
+    """The program in a process of its own, which is ended after `limit` s.
+
+    Its caches of compiled code are empty, unless ``args.warm``.
+    """
     own = ["--serve", name, "--shape", shape.name, "--device", args.device]
     own += [f"--steps={args.steps}", f"--batch={shape.batch}", *(["--tiny"] if args.tiny else [])]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         answer = Path(folder) / "answer.json"
         caches = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+        caches = () if args.warm else caches
         process = subprocess.Popen(
             [sys.executable, __file__, *own, "--answer", str(answer)],
             stdout=errors, stderr=errors, start_new_session=True,
@@ -314,6 +318,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
     parser.add_argument("--budget", type=float, help="seconds for all programs")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for one program")
+    parser.add_argument(
+        "--warm", action="store_true", help="with the code that is compiled already"
+    )
     parser.add_argument("--peak-tflops", type=float, help="of the device; default: by its name")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)

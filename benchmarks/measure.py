@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -211,9 +212,29 @@ def disagreement(losses: Mapping[str, Sequence[float]], steps: int, tolerance: f
     (first, reference), *others = losses.items() if losses else [("", ())]
     for name, mine in others:
         pairs = list(zip(reference, mine, strict=False))[:steps]
-        worst = max(abs(b - a) / abs(a) for a, b in pairs)
+        worst = max(abs(b - a) / max(abs(a), 1e-30) for a, b in pairs)
         if not worst <= tolerance:
             found.append(f"{name}: {mine[:steps]} (by {worst:.1e})")
     if found:
         found.insert(0, f"{first}: {reference[:steps]}")
     return found
+
+
+Row = dict[str, Any]
+"""What was found of one thing: its name ("row"), its state where that is not "done", figures."""
+
+
+def row(name: str, *, ok: bool = True, why: str = "", **figures: Any) -> Row:
+    """A row; one that is not `ok` has other numbers than it should."""
+    state = {} if ok else {"state": "wrong"}
+    return {"row": name, **state, **({"why": why} if why else {}), **figures}
+
+
+def tried(name: str, function: Callable[..., Row], *args: Any, **given: Any) -> Row:
+    """``function(name, ...)``, or the row of how it failed: those that follow are not lost."""
+    try:
+        return function(name, *args, **given)
+    except SystemExit as reason:
+        return {"row": name, "state": "skipped", "why": str(reason).removeprefix("skip: ")}
+    except Exception:
+        return {"row": name, "state": "failed", "why": traceback.format_exc()}

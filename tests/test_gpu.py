@@ -23,9 +23,9 @@ def train(device: str, mesh: Mesh, stream, remat: gpt.Remat):
     def loss(params, data, key):
         return gpt.loss(CONFIG, params, data, ft.ModelOptions(stream=stream, remat=remat), key=key)
 
-    step = ft.make_step(
-        ft.accumulated(ft.mean_gradients(loss, gpt.num_targets), 2), optimizer, mesh, specs
-    )
+    gradients = ft.accumulated(ft.mean_gradients(loss, gpt.num_targets), 2)
+    # a step that reads whether there are targets waits for the device
+    step = ft.make_step(ft.with_targets(gradients), optimizer, mesh, specs)
     tokens = torch.randint(0, 40, (8, 17), generator=torch.Generator().manual_seed(0))
     data = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(8)}
     data = tree.map(lambda leaf: leaf.to(device), data)

@@ -39,7 +39,7 @@ OPTIMIZERS = {
 
 
 def train(optimizer, params):
-    grads = [tree.map(lambda p, g: g.to(p.dtype), params, values(10 + step)) for step in range(3)]
+    grads = [tree.map(lambda p, g: g.to(p), params, values(10 + step)) for step in range(3)]
     state = optimizer.init(params)
     for grad in grads:
         params, state = optimizer.step_(grad, state, params)
