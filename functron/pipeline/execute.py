@@ -78,6 +78,7 @@ class _Execution:
     def all_ticks(self, observe: Observer | None) -> None:
         """Run the table."""
         for tick, row in enumerate(self.schedule.table):
+            self.traffic.expect(tick)
             for rank in self.traffic.here:
                 self._cell(rank, row[rank], observe)
             self.traffic.exchange(tick)

@@ -85,8 +85,8 @@ class Schedule:
     """One training step of a pipeline as a table: who computes what, and when.
 
     An action at tick t may use only what ticks before t made, except that the actions of one cell
-    run in order and may use one another's results. After tick t every rank posts the transfers that
-    the tick made necessary, in the order of `transfers(t)`.
+    run in order and may use one another's results. After tick t every rank posts what it sends of
+    the tick, in the order of `transfers(t)`; what it receives of it, it posts before its own cell.
 
     Attributes:
         pipes: per pipe, per stage, the (rank, chunk) that holds it. All pipes have the same number
@@ -183,8 +183,8 @@ class Schedule:
     def transfers(self, tick: int) -> list[Transfer]:
         """The transfers after a tick, in the order in which all ranks post them.
 
-        The order is by sender, then by the order of its cell. Every rank posts its sends and
-        receives in this one order, so blocking sends cannot wait for each other in a circle.
+        The order is by sender, then by the order of its cell. Every rank posts its sends, and its
+        receives, in this one order, so those between two ranks find one another.
         """
         found = []
         for rank, cell in enumerate(self.table[tick]):
@@ -207,6 +207,12 @@ class Schedule:
             for rank in range(self.num_ranks)
         ]
 
+    @cached_property
+    def links(self) -> frozenset[tuple[int, int]]:
+        """The (sender, receiver) of all transfers."""
+        ticks = range(self.num_ticks)
+        return frozenset((t.sender, t.receiver) for tick in ticks for t in self.transfers(tick))
+
     def forward_only(self) -> Schedule:
         """The forwards of this schedule, in their order, for evaluation on the same stages."""
         columns = [
@@ -221,8 +227,8 @@ class Schedule:
         Every microbatch goes once through every stage of its pipe, on the ranks that hold them:
         forward, and, unless the table has forwards only, backward, whole (B) or split (I and W).
         Every action comes after the ticks that make what it needs, so no order of messages can
-        deadlock: all ranks post the transfers of a tick in one order (`transfers`), and what a cell
-        waits for was posted before it. This holds for blocking sends and for asynchronous ones.
+        deadlock: what a cell waits for was sent after a tick before, and its receive, which waits
+        for cells of still earlier ticks alone, was posted before that.
 
         Args:
             max_live: the most activations that a rank, or each rank, may hold (`peak_live`).
