@@ -249,8 +249,8 @@ def schedules() -> Iterator[Schedule]:
     yield Schedule.parse(CROOKED, "crooked")
     for name in NAMES:
         for p in (2, 3, 4, 6):
-            for m in (1, 2, p, 2 * p, 2 * p + 3):
-                for v in (1, 2, 3):
+            for m in (1, p, 2 * p, 2 * p + 3):
+                for v in (1, 2, 3) if p < 4 else (1, 2):
                     try:
                         yield make(name, p, m, v)
                     except ValueError:  # counts that it does not admit
