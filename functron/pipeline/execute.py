@@ -288,7 +288,8 @@ def pipelined(
             `Timeline` is made of. Waits for the device after every action.
 
     Collectives over the pipeline's ranks: per microbatch and boundary one send of what the stage
-    returns and one of its cotangent; per step an all-reduce of the loss and, for parameters that
+    returns and one of its cotangent, which on GPUs go over a process group for each link of a rank
+    (`BoundMesh.connect`), whose receives are posted a tick ahead; per step an all-reduce of the loss and, for parameters that
     several ranks hold, one exchange of their gradients. At the first call of a signature, shapes.
 
     Raises:
