@@ -288,9 +288,10 @@ def pipelined(
             `Timeline` is made of. Waits for the device after every action.
 
     Collectives over the pipeline's ranks: per microbatch and boundary one send of what the stage
-    returns and one of its cotangent, which on GPUs go over a process group for each link of a rank
-    (`BoundMesh.connect`), whose receives are posted a tick ahead; per step an all-reduce of the loss and, for parameters that
-    several ranks hold, one exchange of their gradients. At the first call of a signature, shapes.
+    returns and one of its cotangent, whose receives are posted a tick ahead; per step an all-reduce
+    of the loss and, for parameters that several ranks hold, one exchange of their gradients. At the
+    first call of a signature, shapes. At the first call on GPUs, a process group for each of a
+    rank's links is made (`BoundMesh.connect`).
 
     Raises:
         ValueError: the schedule is not valid, or not the partition's; or `compile` has ``graph``.

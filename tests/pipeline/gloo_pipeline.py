@@ -373,7 +373,7 @@ def check_links() -> None:
         to, source = (
             compat.group(names[link]) for link in ((me, (me + 1) % 4), ((me - 1) % 4, me))
         )
-        leaving = dist.isend(torch.tensor([float(me)]), group=to, group_dst=(me + 1) % 4)
+        leaving: Any = dist.isend(torch.tensor([float(me)]), group=to, group_dst=(me + 1) % 4)
         dist.recv(sent, group=source, group_src=(me - 1) % 4)
         leaving.wait()
         assert sent.item() == (me - 1) % 4

@@ -115,7 +115,7 @@ def longest_path(schedule: Schedule, costs: Costs) -> float:
         if sender == receiver:
             return end(sender, tick)
         before = arrival(sender, receiver, index - 1) if index else 0.0
-        return max(end(sender, tick), free(receiver, tick), before) + costs.transfer
+        return max(end(sender, tick), free(receiver, tick), before) + costs.sending(0)
 
     @functools.cache
     def end(rank: int, tick: int) -> float:

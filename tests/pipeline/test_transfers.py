@@ -280,7 +280,8 @@ def test_receives_are_posted_before_the_ranks_own_part(name):
     for schedule in (s for s in ALL if s.name == name and s.num_ranks < 6):
         first, both = (programs_of(schedule, times=times) for times in (1, 2))
         for rank, (program, longer) in enumerate(zip(first, both, strict=True)):
-            issued = iter(one for one in longer[len(program) :] if not isinstance(one, Wait))
+            step: list[Any] = longer[len(program) :]
+            issued = iter(one for one in step if not isinstance(one, Wait))
             for tick, row in enumerate(schedule.table):
                 ends = [t[:2] for t in schedule.transfers_by_rank[rank][tick]]
                 receives = Counter(("recv", sender) for sender, to in ends if to == rank)
