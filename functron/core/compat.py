@@ -605,7 +605,7 @@ def mesh_backend(device_type: str) -> str | None:
 
 
 def _make_ordered_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    default = _gloo_options(c10d._get_default_group())
+    default = _options(c10d._get_default_group())
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = default._devices
@@ -614,8 +614,8 @@ def _make_ordered_gloo(store: dist.Store, rank: int, size: int, timeout: timedel
     return gloo(store, rank, size, options)
 
 
-def _gloo_options(group: dist.ProcessGroup) -> Any:
-    backend: Any = group._get_backend(torch.device("cpu"))
+def _options(group: dist.ProcessGroup, device_type: str = "cpu") -> Any:
+    backend: Any = group._get_backend(torch.device(device_type))
     while hasattr(backend, "wrapped_pg"):  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
         backend = backend.wrapped_pg
     return backend.options
@@ -631,9 +631,9 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def gloo_timeout_seconds(group: dist.ProcessGroup) -> float:
-    """After how long the collectives of a group of gloo's give up."""
-    return _gloo_options(group)._timeout.total_seconds()
+def timeout_seconds(group: dist.ProcessGroup, device_type: str = "cpu") -> float:
+    """After how long the collectives of a group give up."""
+    return _options(group, device_type)._timeout.total_seconds()
 
 
 def nccl_trace() -> list[dict[str, Any]] | None:

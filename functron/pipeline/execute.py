@@ -78,6 +78,7 @@ class _Execution:
     def all_ticks(self, observe: Observer | None) -> None:
         """Run the table."""
         for tick, row in enumerate(self.schedule.table):
+            self.traffic.expect(tick)
             for rank in self.traffic.here:
                 self._cell(rank, row[rank], observe)
             self.traffic.exchange(tick)
@@ -287,8 +288,10 @@ def pipelined(
             `Timeline` is made of. Waits for the device after every action.
 
     Collectives over the pipeline's ranks: per microbatch and boundary one send of what the stage
-    returns and one of its cotangent; per step an all-reduce of the loss and, for parameters that
-    several ranks hold, one exchange of their gradients. At the first call of a signature, shapes.
+    returns and one of its cotangent, whose receives are posted a tick ahead; per step an all-reduce
+    of the loss and, for parameters that several ranks hold, one exchange of their gradients. At the
+    first call of a signature, shapes. At the first call on GPUs, a process group for each of a
+    rank's links is made (`BoundMesh.connect`).
 
     Raises:
         ValueError: the schedule is not valid, or not the partition's; or `compile` has ``graph``.

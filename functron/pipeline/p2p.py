@@ -1,13 +1,15 @@
 """Values between the stages of a pipeline, and their transfers from process to process.
 
 Between ranks that this process runs values are handed over as they are. Between processes they are
-sent after the tick that made them, and awaited where they are needed.
+sent after the tick that made them, and awaited where they are needed. A GPU begins a transfer when
+it has computed what it was given before. So a receive is posted ahead, before the rank's own part
+of the tick in which the other rank makes the value: else it would wait for that part too.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +20,11 @@ import torch.distributed as dist
 from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.pipeline.partition import Partition
-from functron.pipeline.schedule import Schedule
+from functron.pipeline.schedule import Schedule, Transfer
 from functron.pipeline.timeline import Action
 from functron.spmd.axes import StageAxis
 from functron.spmd.collectives import psum_stages
+from functron.spmd.mesh import Link
 from functron.spmd.shared_memory import HostGroup
 
 
@@ -96,18 +99,26 @@ class Arriving:
 class Post:
     """Asynchronous transfers between this rank of a pipeline and others.
 
-    Transfers are collected and begun together by `flush`. Every pair of ranks flushes its transfers
-    in the same order, which is how they find one another.
+    Transfers are collected and begun together by `flush`. Of every pair of ranks the one flushes
+    what it sends in the order in which the other flushes what it receives, which is how they find
+    one another.
+
+    Args:
+        links: the (sender, receiver) of transfers that must not wait for others: where transfers
+            run in order, as those of NCCL do, each has a group of its own (`BoundMesh.connect`).
     """
 
-    def __init__(self, stages: StageAxis, device: torch.device):
+    def __init__(self, stages: StageAxis, device: torch.device, links: Collection[Link]):
         assert stages.index is not None
+        assert stages.mesh is not None
         self.group, self.rank, self.size = compat.group(stages.group), stages.index, stages.size
         self.axis, self.recorder = stages.name, stages.recorder
         self.device = device
         self.batched = not compat.runs_gloo(self.group)  # which has no batches
         known = compat.find_group(stages.group)
         self.host = known if isinstance(known, HostGroup) else None
+        names = stages.mesh.connect(stages.name, links) if self.batched else {}
+        self.links = {link: compat.group(name) for link, name in names.items()}
         self.waiting: list[tuple[torch.Tensor, int, Arriving | None]] = []
         self.leaving: list[tuple[dist.Work, torch.Tensor, int]] = []
 
@@ -134,7 +145,7 @@ class Post:
         return arriving
 
     def flush(self) -> None:
-        """Begin what has been collected, in one batch."""
+        """Begin what has been collected, in one batch of each group."""
         if not self.waiting:
             return
         rows, self.waiting = self.waiting, []
@@ -156,10 +167,21 @@ class Post:
         ]
         if not self.batched:
             return [call(tensor, None, self.group, 0, peer) for call, tensor, peer in calls]
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(call, x, group=self.group, group_peer=peer) for call, x, peer in calls]
-        )
-        return works if len(works) == len(rows) else works * len(rows)  # NCCL has one for all
+        batches: dict[dist.ProcessGroup, list[int]] = {}
+        for place, (_, peer, arriving) in enumerate(rows):
+            link = (self.rank, peer) if arriving is None else (peer, self.rank)
+            batches.setdefault(self.links.get(link, self.group), []).append(place)
+        works: list[Any] = [None] * len(rows)
+        for group, places in batches.items():
+            batch = [
+                dist.P2POp(call, x, group=group, group_peer=peer)
+                for call, x, peer in (calls[place] for place in places)
+            ]
+            made = dist.batch_isend_irecv(batch)
+            every = made if len(made) == len(batch) else made * len(batch)  # NCCL has one for all
+            for place, work in zip(places, every, strict=True):
+                works[place] = work
+        return works
 
     def finish(self) -> None:
         """Wait until everything has left."""
@@ -264,11 +286,12 @@ class PendingValues:
         leaves = tree.leaves(batch)
         self.post = None
         if stages is not None and stages.index is not None:
-            self.post = Post(stages, leaves[0].device)
+            self.post = Post(stages, leaves[0].device, schedule.links)
         # boundaries that one set of processes knows of each other, another does not
         self.signature = (stages.group if stages is not None else "", Boundary.of(batch))
         self.inbox: dict[tuple, Any] = {}
         self.outbox: dict[Action, Any] = {}
+        self.behind: list[Transfer] = []  # receives that wait for a description
 
     def hand_over(self, kind: str, action: Action, pipe: int, stage: int, value: Any) -> None:
         """Give a value to a stage of a rank here, or keep it until the tick's transfers.
@@ -292,16 +315,36 @@ class PendingValues:
         known = self.known.setdefault((self.signature, pipe, stage), Boundary.of(y))
         known.check(y, f"stage {stage}, microbatch {microbatch}")
 
-    def exchange(self, tick: int) -> None:
-        """Post this rank's part of the transfers that a tick made necessary."""
+    def expect(self, tick: int) -> None:
+        """Post the receives of what a tick will make for this rank, before its own part of it.
+
+        What was never received is described by its sender once it is made, for which this process
+        waits: the receives of such a tick are posted by `exchange`, all of them to keep the order.
+        """
         if self.post is None or self.rank is None:
             return
-        for sender, receiver, action, chunk in self.schedule.transfers_by_rank[self.rank][tick]:
-            if sender == self.rank:
-                self._send(self.post, receiver, action)
-            else:
-                self._receive(self.post, sender, action, chunk)
+        transfers = self.schedule.transfers_by_rank[self.rank][tick]
+        mine = [t for t in transfers if t.receiver == self.rank]
+        self.behind = mine if any(self._made(t) not in self.known for t in mine) else []
+        for transfer in mine if not self.behind else ():
+            self._receive(self.post, transfer)
         self.post.flush()
+
+    def exchange(self, tick: int) -> None:
+        """Post the transfers that a tick made necessary, but for the receives posted ahead."""
+        if self.post is None or self.rank is None:
+            return
+        for transfer in self.schedule.transfers_by_rank[self.rank][tick]:
+            if transfer.sender == self.rank:
+                self._send(self.post, transfer.receiver, transfer.action)
+            elif transfer in self.behind:
+                self._receive(self.post, transfer)
+        self.post.flush()
+
+    def _made(self, transfer: Transfer) -> tuple:
+        """The place, in `known`, of what has the shapes of a transfer to this rank."""
+        pipe, stage = self.schedule.stage_of(transfer.receiver, transfer.chunk)
+        return self.signature, pipe, stage - 1 if transfer.action.kind == "F" else stage
 
     def _send(self, post: Post, receiver: int, action: Action) -> None:
         assert self.rank is not None
@@ -312,15 +355,13 @@ class PendingValues:
             post.describe(self.known[described], receiver)
         post.send(self.outbox.pop(action), receiver)
 
-    def _receive(self, post: Post, sender: int, action: Action, chunk: int) -> None:
-        assert self.rank is not None
-        pipe, stage = self.schedule.stage_of(self.rank, chunk)
-        forward = action.kind == "F"
-        made = (self.signature, pipe, stage - 1 if forward else stage)
+    def _receive(self, post: Post, transfer: Transfer) -> None:
+        sender, receiver, action, chunk = transfer
+        forward, made = action.kind == "F", self._made(transfer)
         if made not in self.known:
             self.known[made] = post.described(sender)
         wanted = self.known[made] if forward else self.known[made].floats
-        key = ("F" if forward else "B", pipe, stage, action.microbatch)
+        key = ("F" if forward else "B", *self.schedule.stage_of(receiver, chunk), action.microbatch)
         self.inbox[key] = post.receive(wanted, sender)
 
     def finish(self) -> None:

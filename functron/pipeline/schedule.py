@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -85,8 +85,8 @@ class Schedule:
     """One training step of a pipeline as a table: who computes what, and when.
 
     An action at tick t may use only what ticks before t made, except that the actions of one cell
-    run in order and may use one another's results. After tick t every rank posts the transfers that
-    the tick made necessary, in the order of `transfers(t)`.
+    run in order and may use one another's results. After tick t every rank posts what it sends of
+    the tick, in the order of `transfers(t)`; what it receives of it, it posts before its own cell.
 
     Attributes:
         pipes: per pipe, per stage, the (rank, chunk) that holds it. All pipes have the same number
@@ -183,8 +183,8 @@ class Schedule:
     def transfers(self, tick: int) -> list[Transfer]:
         """The transfers after a tick, in the order in which all ranks post them.
 
-        The order is by sender, then by the order of its cell. Every rank posts its sends and
-        receives in this one order, so blocking sends cannot wait for each other in a circle.
+        The order is by sender, then by the order of its cell. Every rank posts its sends, and its
+        receives, in this one order, so those between two ranks find one another.
         """
         found = []
         for rank, cell in enumerate(self.table[tick]):
@@ -207,6 +207,12 @@ class Schedule:
             for rank in range(self.num_ranks)
         ]
 
+    @cached_property
+    def links(self) -> frozenset[tuple[int, int]]:
+        """The (sender, receiver) of all transfers."""
+        ticks = range(self.num_ticks)
+        return frozenset((t.sender, t.receiver) for tick in ticks for t in self.transfers(tick))
+
     def forward_only(self) -> Schedule:
         """The forwards of this schedule, in their order, for evaluation on the same stages."""
         columns = [
@@ -221,8 +227,8 @@ class Schedule:
         Every microbatch goes once through every stage of its pipe, on the ranks that hold them:
         forward, and, unless the table has forwards only, backward, whole (B) or split (I and W).
         Every action comes after the ticks that make what it needs, so no order of messages can
-        deadlock: all ranks post the transfers of a tick in one order (`transfers`), and what a cell
-        waits for was posted before it. This holds for blocking sends and for asynchronous ones.
+        deadlock: what a cell waits for was sent after a tick before, and its receive, which waits
+        for cells of still earlier ticks alone, was posted before that.
 
         Args:
             max_live: the most activations that a rank, or each rank, may hold (`peak_live`).
@@ -251,37 +257,67 @@ class Schedule:
             now -= sum(a.kind in "BW" for a in cell)
         return counts
 
-    def simulate(self, costs: Costs | None = None) -> Timeline:
+    def peak_arriving(self, rank: int) -> int:
+        """The most values of other ranks that a rank has room for at once.
+
+        There is room before the rank's cell of the tick that makes a value, and until it is used.
+        """
+        now, most = 0, 0
+        for transfers, row in zip(self.transfers_by_rank[rank], self.table, strict=True):
+            now += sum(transfer.receiver == rank for transfer in transfers)
+            most = max(most, now)
+            values = (n for a in row[rank] for n in self.needs(rank, a) if a.kind != "W")
+            now -= sum(self.holder(n.pipe, n.stage)[0] != rank for n in values)
+        return most
+
+    def simulate(self, costs: Costs | None = None, *, ahead: bool = True) -> Timeline:
         """The timeline in which every rank does its column in order, each cell as soon as it can.
 
-        A cell starts when its rank is free and what it needs has arrived: at the end of the cell
-        that made it, plus the transfer where that is another rank. Actions of a cell of two share
-        its time. The table must be valid.
+        A cell starts when its rank is free and what it needs has been made, and has arrived where
+        that is another rank. A transfer begins when the value is made, the receiver has posted its
+        receive, and the transfer before it between these two ranks has ended. Actions of a cell of
+        two share its time. The table must be valid.
 
         Args:
             costs: how long actions take; by default F, I and W 1, B 2, transfers 0.
+            ahead: receives are posted before the receiver's cell of the tick that makes the value,
+                as processes do; False: after it.
 
         Raises:
             ValueError: costs that do not fit, or ranks that wait for one another.
         """
         costs = Costs() if costs is None else costs
         raise_problems(f"costs of schedule {self.name}", costs.problems(self.num_stages))
-
-        def duration(rank: int, cell: ScheduleCell) -> float:
-            spent = sum(costs.of(a.kind, self.stage_of(rank, a.chunk)[1]) for a in cell)
-            return spent * costs.combined if len(cell) > 1 else spent
-
-        columns = self._columns()
-        starts, blocked = _place_earliest(self, columns, duration, costs.sending)
+        _, blocked = _place_earliest(self, self._columns())
         raise_problems(f"schedule {self.name}: the ranks wait for one another", blocked)
-        rows = [
-            TimedAction(rank, action, start, start + duration(rank, cell))
-            for rank, column in enumerate(columns)
-            for start, cell in zip(starts[rank], column, strict=True)
-            for action in cell
-        ]
-        ordered = sorted(rows, key=lambda row: (row.rank, row.start, row.end))
-        return Timeline(self.name, tuple(ordered), self.num_ranks)
+        free, exposed = [0.0] * self.num_ranks, [0.0] * self.num_ranks
+        made: dict[ActionResult, float] = {}
+        arrived: dict[tuple[int, ActionResult], float] = {}
+        link_free: dict[tuple[int, int], float] = {}
+        rows: list[TimedAction] = []
+        for tick, row in enumerate(self.table):
+            before = [*free]
+            for rank, cell in enumerate(row):
+                if not cell:
+                    continue
+                needs = _needs(self, rank, cell)
+                if not all(need in made for need in needs):
+                    self.validate()
+                ready = max([free[rank], *(made[need] for need in needs)])
+                start = max([ready, *(arrived.get((rank, need), 0.0) for need in needs)])
+                spent = sum(costs.of(a.kind, self.stage_of(rank, a.chunk)[1]) for a in cell)
+                end = start + (spent * costs.combined if len(cell) > 1 else spent)
+                free[rank], exposed[rank] = end, exposed[rank] + start - ready
+                rows += [TimedAction(rank, action, start, end) for action in cell]
+                made.update((self.makes(rank, action), end) for action in cell)
+            posted = before if ahead else free
+            for sender, receiver, action, _ in self.transfers(tick):
+                value, link = self.makes(sender, action), (sender, receiver)
+                begin = max(made[value], posted[receiver], link_free.get(link, 0.0))
+                link_free[link] = begin + costs.sending(value.stage)
+                arrived[receiver, value] = link_free[link]
+        rows.sort(key=lambda row: (row.rank, row.start, row.end))
+        return Timeline(self.name, tuple(rows), self.num_ranks, tuple(exposed))
 
     def bubble_fraction(self, costs: Costs | None = None) -> float:
         """The part of the ranks' time in which they wait; as of `simulate`."""
@@ -425,24 +461,16 @@ def place(
 
 
 def _place_earliest(
-    schedule: Schedule,
-    columns: Sequence[Sequence[ScheduleCell]],
-    duration: Callable[[int, ScheduleCell], Any] = lambda rank, cell: 1,
-    sending: Callable[[int], Any] = lambda stage: 0,
-) -> tuple[list[list[Any]], list[Problem]]:
-    """Per rank when its cells start, and a problem for each rank that cannot go on.
+    schedule: Schedule, columns: Sequence[Sequence[ScheduleCell]]
+) -> tuple[list[list[int]], list[Problem]]:
+    """Per rank the ticks of its cells, and a problem for each rank that cannot go on.
 
-    By default in ticks, one for each cell. Of `schedule` only the pipes are read.
-
-    Args:
-        columns: per rank its cells in order.
-        duration: of a cell of a rank.
-        sending: how long what a stage sends to another rank is under way.
+    Of `schedule` only the pipes are read; `columns` are per rank its cells in order.
     """
-    made: dict[ActionResult, tuple[int, Any, Any]] = {}  # rank, end there, when it is elsewhere
+    made: dict[ActionResult, int] = {}  # the first tick after
     waiting: dict[ActionResult, list[int]] = defaultdict(list)
-    starts: list[list[Any]] = [[] for _ in columns]
-    free: list[Any] = [0] * len(columns)
+    starts: list[list[int]] = [[] for _ in columns]
+    free = [0] * len(columns)
     ready = [*reversed(range(len(columns)))]
     while ready:
         rank = ready.pop()
@@ -454,14 +482,13 @@ def _place_earliest(
         if missing is not None:
             waiting[missing].append(rank)
             continue
-        there = (made[need] for need in needs)
-        start = max([free[rank], *(end if at == rank else later for at, end, later in there)])
-        free[rank] = end = start + duration(rank, cell)
+        start = max([free[rank], *(made[need] for need in needs)])
+        free[rank] = end = start + 1
         starts[rank].append(start)
         ready.append(rank)
         for action in cell:
             product = schedule.makes(rank, action)
-            made.setdefault(product, (rank, end, end + sending(product.stage)))
+            made.setdefault(product, end)
             ready += waiting.pop(product, [])
     left = [column[len(starts[rank]) :] for rank, column in enumerate(columns)]
     return starts, _find_blocked(schedule, left, made)

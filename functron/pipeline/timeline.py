@@ -77,8 +77,7 @@ class Costs:
         backward: of B; None: as long as I and W together.
         backward_input: of I.
         backward_weight: of W.
-        transfer: from the end of an action until the next stage's rank has what it made: what the
-            stage of the action sends, forward or back. Ranks compute meanwhile.
+        transfer: of what a stage sends, forward or back, to another rank. Ranks compute meanwhile.
         combined: of a cell of two actions, as a part of their sum: below 1 where one computes while
             the other communicates.
     """
@@ -146,11 +145,16 @@ class Timeline:
 
     Times are in the unit of the costs, seconds where they were measured, on one clock; 0 is when
     the step began.
+
+    Attributes:
+        exposed: how long each rank waited for transfers: for what had been made, and had not
+            arrived; () where that was not measured.
     """
 
     name: str
     rows: tuple[TimedAction, ...]
     num_ranks: int
+    exposed: tuple[float, ...] = ()
 
     @staticmethod
     def of(name: str, rows: Iterable[tuple[int, Action, float, float]]) -> Timeline:

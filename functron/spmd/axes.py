@@ -24,7 +24,7 @@ from functron.core import compat
 from functron.core.errors import contexts_of, in_library, nearest, public
 from functron.core.scopes import named_scope, set_during
 from functron.spmd.flight import FlightRecorder, SourceLine
-from functron.spmd.mesh import STANDARD_AXES, LostRanksError, Membership
+from functron.spmd.mesh import STANDARD_AXES, BoundMesh, LostRanksError, Membership
 
 LIBRARY = torch.library.Library("functron", "DEF")
 
@@ -292,6 +292,7 @@ class StageAxis:
         index: this process's rank on it; None where this process runs them all.
         group: the process group; "" where there is none.
         recorder: of what goes over it; None: not recorded.
+        mesh: that it is an axis of; None where there are no processes.
     """
 
     name: str
@@ -299,6 +300,7 @@ class StageAxis:
     index: int | None = None
     group: str = ""
     recorder: FlightRecorder | None = None
+    mesh: BoundMesh | None = None
 
     @property
     def here(self) -> Sequence[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -225,6 +225,10 @@ class Mesh(_NamedAxes):
         return BoundMesh(self, rank, self.coordinate(rank), groups, device_type, *rest)
 
 
+Link = tuple[int, int]
+"""A rank of an axis that sends, and the one that receives."""
+
+
 class LostRanksError(RuntimeError):
     """Another process ended, left its groups, or is in another collective."""
 
@@ -238,12 +242,14 @@ class Membership:
         calls: of programs that this process has made over the groups.
         entered: collectives that these entered, as far as they are counted one by one.
         closed: why the process left the groups; "" while it takes part.
+        links: by axis, the names of the groups that `BoundMesh.connect` made.
     """
 
     number: int = 0
     calls: int = 0
     entered: int = 0
     closed: str = ""
+    links: dict[str, dict[Link, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -283,6 +289,42 @@ class BoundMesh(_NamedAxes):
         rest = self.device_type, self.recorder, self.membership
         return BoundMesh(mesh, mesh.rank_at(coordinate), coordinate, groups, *rest)
 
+    def connect(self, axis: str, links: Collection[Link]) -> Mapping[Link, str]:
+        """The names of process groups for transfers along links between the ranks of an axis.
+
+        NCCL runs the operations of a group in the order in which they start. So no rank has two
+        links in one group, and none of its transfers waits for another one's ranks. A pipeline
+        whose ranks send to the next and to the one before takes four, or two for two ranks.
+
+        A group is made, and what is new is connected, at the first call that needs it: all ranks
+        of the axis make the same calls. Connecting a link is sending a number along it; later,
+        ranks would wait for each other on the host, in the order of their own transfers.
+        """
+        known = self.membership.links.setdefault(axis, {})
+        taken: dict[str, set[int]] = {name: set() for name in known.values()}
+        for link, name in known.items():
+            taken[name].update(link)
+        whole = compat.group(self.groups[axis])
+        new = sorted({*links} - known.keys())
+        for link in new:
+            name = next((n for n, ranks in taken.items() if ranks.isdisjoint(link)), None)
+            if name is None:
+                name = f"{self.groups[axis]}:{len(taken)}"
+                compat.name_group(name, _copy_group(whole, self.device_type, name))
+            taken.setdefault(name, set()).update(link)
+            known[link] = name
+        for link in sorted(new, key=lambda link: [*taken].index(known[link])):
+            if self.coordinate[axis] in link:
+                self._try_link(link, self.coordinate[axis], compat.group(known[link]))
+        return known
+
+    def _try_link(self, link: Link, me: int, group: dist.ProcessGroup) -> None:
+        call, peer = (dist.isend, link[1]) if me == link[0] else (dist.irecv, link[0])
+        number = torch.zeros(1, device=self.device_type)
+        batch = [dist.P2POp(call, number, group=group, group_peer=peer)]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+
     def leave(self, why: str) -> None:
         """Close the groups of this mesh, in this process: ranks that wait in them find out.
 
@@ -290,7 +332,8 @@ class BoundMesh(_NamedAxes):
         new groups, on all ranks together.
         """
         self.membership.closed = why
-        for name in self.groups.values():
+        made = (name for links in self.membership.links.values() for name in {*links.values()})
+        for name in (*made, *self.groups.values()):
             compat.close_group(name, self.device_type)
 
 
@@ -367,6 +410,20 @@ class JointCall:
             return all(store.get(name).decode() == mine for name in names)
         except RuntimeError:  # of one that did not fail in this time, or has ended
             return False
+
+
+def _copy_group(group: dist.ProcessGroup, device_type: str, name: str) -> dist.ProcessGroup:
+    """Another process group of the same ranks, which call this together; connected."""
+    world, timeout = dist.group.WORLD, compat.timeout_seconds(group, device_type)
+    rest: Any = {"timeout": timedelta(seconds=timeout), "group_desc": name}
+    if world is not None and world.bound_device_id is not None:
+        # by NCCL: connected, without the memory that a first collective would take
+        split: Any = dist.split_group(group, [list(range(group.size()))], **rest)
+        return split
+    ranks, rest["backend"] = dist.get_process_group_ranks(group), dist.get_backend(group)
+    made: Any = dist.new_group(ranks, use_local_synchronization=True, **rest)
+    dist.all_reduce(torch.zeros(1, device=device_type), group=made)
+    return made
 
 
 def _record_group(group: str) -> str:

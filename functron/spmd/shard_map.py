@@ -412,7 +412,7 @@ class MappedFunction:
         if not isinstance(mesh, BoundMesh):
             return StageAxis(name, mesh[name])
         index, group = mesh.coordinate[name], mesh.groups[name]
-        return StageAxis(name, mesh[name], index, group, mesh.recorder)
+        return StageAxis(name, mesh[name], index, group, mesh.recorder, mesh)
 
     def _flatten(self, args: tuple) -> tuple[list, tree.Structure, list[P | None], list[str]]:
         prefix = self._spec_prefix(args)

@@ -644,7 +644,7 @@ class HostGroup(dist.ProcessGroup):
             raise HostError("this process has left the group")
         for each in entered:
             lockstep.enter(each)
-        seconds = compat.gloo_timeout_seconds(self.whole)
+        seconds = compat.timeout_seconds(self.whole)
         return HostWork(lockstep, self._host, entered, seconds)
 
     def _entered(self, op: str, output: torch.Tensor, operand: torch.Tensor) -> _Entered:

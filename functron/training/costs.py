@@ -51,7 +51,7 @@ class RankCost:
     Attributes:
         stages: numbers of its stages.
         state_bytes: parameters, optimizer state and accumulated gradients.
-        activation_bytes: activations at their peak under the schedule.
+        activation_bytes: activations at their peak under the schedule, with those being received.
     """
 
     stages: tuple[int, ...]
@@ -223,15 +223,27 @@ def _state_bytes(setup: RunSetup, rank: int) -> int:
 
 
 def _activation_bytes(schedule: Schedule, stages: Sequence[StageCost], rank: int) -> int:
-    """The peak of activation bytes that a rank holds under the schedule."""
+    """The peak of activation bytes that a rank holds under the schedule, and has room for.
+
+    Receives of a tick are posted before the rank's own cell, and used after it.
+    """
     held: dict[tuple[int, int], int] = {}
+    arriving: dict[tuple[bool, int, int], int] = {}
     most = 0
-    for _, action in schedule.column(rank):
-        _, stage = schedule.stage_of(rank, action.chunk)
-        key = (action.chunk, action.microbatch)
-        after = {"F": stages[stage].held_bytes[0], "I": stages[stage].held_bytes[1]}
-        held[key] = after.get(action.kind, 0)
-        most = max(most, sum(held.values()))
+    for row, transfers in zip(schedule.table, schedule.transfers_by_rank[rank], strict=True):
+        for _, receiver, action, chunk in transfers:
+            if receiver == rank:
+                forward, (_, stage) = action.kind == "F", schedule.stage_of(rank, chunk)
+                sent = stages[stage - 1 if forward else stage].sent_bytes
+                arriving[forward, chunk, action.microbatch] = sent
+        most = max(most, sum(held.values()) + sum(arriving.values()))
+        for action in row[rank]:
+            _, stage = schedule.stage_of(rank, action.chunk)
+            key = (action.chunk, action.microbatch)
+            after = {"F": stages[stage].held_bytes[0], "I": stages[stage].held_bytes[1]}
+            held[key] = after.get(action.kind, 0)
+            arriving.pop((action.kind == "F", *key), None)
+            most = max(most, sum(held.values()) + sum(arriving.values()))
     return most
 
 

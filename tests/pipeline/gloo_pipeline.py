@@ -11,12 +11,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import functron as ft
 from functron import Mesh, P, gpt, lax, optim, random, tree
+from functron.core import compat
 from functron.pipeline import Partition, Schedule, collect, make, pipelined
 from functron.pipeline.partition import layout_of
 from functron.spmd import BoundMesh
@@ -84,6 +87,11 @@ CASES = {
         Case(PP2_TP2, "interleaved", 2, (0, 1, 0, 1), "sp", compile=EVALUATED),
         Case(DP2_PP2, "zb-h1", 2, (1, 1), tied=True, compile=EVALUATED),
         Case(PP2_TP2, "combined-1f1b", 2, (1, 1), compile=EVALUATED),
+    ],
+    "linked": [
+        Case(PP4, "interleaved", 4, (0, 1, 1, 0, 0, 0, 0, 1)),
+        Case(PP4, "zbv", 4, (0, 1, 0, 1, 0, 1, 0, 0), tied=True, compile=EVALUATED),
+        Case(DP2_PP2, "dualpipe", 4, (1, 1), tied=True),
     ],
     "more-split": [
         Case(PP2_TP2, "zb-h1", 2, (1, 1), remat="full"),
@@ -350,7 +358,34 @@ def check_forward() -> None:
         assert not got.requires_grad
 
 
+def check_links() -> None:
+    """A process group for each link of a rank, as on GPUs: made once, used in order, and left."""
+    with mock.patch.object(compat, "runs_gloo", return_value=False):
+        check_cases(CASES["linked"])
+        bound = PP4.bind()
+        ring = {(rank, (rank + 1) % 4) for rank in range(4)}
+        first = dict(bound.connect("pp", {(0, 1), (1, 2)}))
+        names = bound.connect("pp", ring)
+        assert names.keys() == ring
+        assert first.items() <= names.items()
+        assert len({*names.values()}) == 2  # 0 to 1 and 2 to 3, 1 to 2 and 3 to 0
+        me, sent = dist.get_rank(), torch.zeros(1)
+        to, source = (
+            compat.group(names[link]) for link in ((me, (me + 1) % 4), ((me - 1) % 4, me))
+        )
+        leaving: Any = dist.isend(torch.tensor([float(me)]), group=to, group_dst=(me + 1) % 4)
+        dist.recv(sent, group=source, group_src=(me - 1) % 4)
+        leaving.wait()
+        assert sent.item() == (me - 1) % 4
+        dist.barrier()
+        bound.leave("the end of the test")
+        for name in {*names.values()}:
+            with pytest.raises(RuntimeError):
+                compat.find_group(name)
+
+
 CHECKS = {
+    "links": check_links,
     "own-tables": check_own_tables,
     "own-models": check_own_models,
     "inductor": check_inductor,

@@ -35,6 +35,7 @@ SOON = 30  # seconds in which a job must have ended
         ("classic", "own-tables", "own-models", "forward"),
         ("split", "training"),
         ("compiled", "inductor"),
+        ("links",),
         pytest.param(
             ("more-classic", "more-split", "more-compiled", "more-inductor", "more-training"),
             marks=pytest.mark.full,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 
 import pytest
 
@@ -22,6 +23,29 @@ def test_transfers_delay_what_needs_them_and_ranks_compute_meanwhile():
     assert (timeline.total, timeline.busy(0), timeline.busy(1)) == (11, 6, 6)
     assert timeline.bubble_fraction == pytest.approx(1 - 12 / 22)
     assert one_f_one_b(2, 2).bubble_fraction(Costs(transfer=1.0)) == timeline.bubble_fraction
+
+
+def test_receives_posted_ahead_hide_transfers():
+    """By hand. Forwards alone: behind its own cell a rank waits for each transfer, else for one.
+
+    1F1B: F0 and F2 arrive late on rank 1, B0 and B2 on rank 0; B1 does where rank 0 posts its
+    receive after F2, which ends half a transfer after B1 was made.
+    """
+    forwards, transfer = make("forward", 2, 4), Costs(transfer=0.25)
+    assert forwards.simulate(transfer).exposed == (0, 0.25)
+    assert forwards.simulate(transfer).total == 5 + 0.25
+    assert forwards.simulate(transfer, ahead=False).exposed == (0, 4 * 0.25)
+    assert forwards.simulate(transfer, ahead=False).total == 5 + 4 * 0.25
+    both, transfer = one_f_one_b(2, 3), Costs(transfer=0.5)
+    assert both.simulate(transfer).exposed == (1.0, 1.0)
+    assert both.simulate(transfer, ahead=False).exposed == (1.5, 1.0)
+    assert both.simulate().exposed == (0, 0)
+
+
+def test_transfers_between_two_ranks_follow_one_another():
+    """Both microbatches are made at once: the second one leaves when the first has arrived."""
+    timeline = make("forward", 2, 2).simulate(Costs(forward=(0, 1), transfer=[4, 0]))
+    assert times(timeline, 1) == [("F0", 4, 5), ("F1", 8, 9)]
 
 
 def test_costs_per_stage():
@@ -56,32 +80,57 @@ def test_actions_of_a_cell_share_its_time():
 
 
 def longest_path(schedule: Schedule, costs: Costs) -> float:
-    """The end of a schedule, as the longest path through its cells; knows nothing of ranks' time."""
+    """The end of a schedule, as the longest path through cells and transfers; no rank has a clock."""
     cells = {
-        (r, i): cell for r in range(schedule.num_ranks) for i, cell in enumerate(schedule.cells(r))
+        (r, t): cell for t, row in enumerate(schedule.table) for r, cell in enumerate(row) if cell
     }
-    where = {(a.kind, a.microbatch, *schedule.stage_of(r, a.chunk)): (r, i)
-             for (r, i), cell in cells.items() for a in cell}  # fmt: skip
+    sent: dict[tuple[int, int], list[tuple]] = defaultdict(
+        list
+    )  # by link: tick and value, in order
     last = schedule.num_stages - 1
+    for (r, t), cell in cells.items():
+        for a in cell:
+            pipe, stage = schedule.stage_of(r, a.chunk)
+            to = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(a.kind, -1)
+            if 0 <= to <= last:
+                sent[r, schedule.holder(pipe, to)[0]].append(
+                    (t, (a.kind == "F", a.microbatch, pipe, to))
+                )
 
     @functools.cache
-    def end(at: tuple[int, int]) -> float:
-        rank, index = at
-        starts, spent = [end((rank, index - 1)) if index else 0.0], 0.0
-        for a in cells[at]:
+    def free(rank: int, tick: int) -> float:
+        """When a rank has done its cells before a tick."""
+        return (
+            end(rank, tick - 1)
+            if (rank, tick - 1) in cells
+            else free(rank, tick - 1)
+            if tick
+            else 0.0
+        )
+
+    @functools.cache
+    def arrival(sender: int, receiver: int, index: int) -> float:
+        """When a value that a rank sends has arrived."""
+        tick = sent[sender, receiver][index][0]
+        if sender == receiver:
+            return end(sender, tick)
+        before = arrival(sender, receiver, index - 1) if index else 0.0
+        return max(end(sender, tick), free(receiver, tick), before) + costs.sending(0)
+
+    @functools.cache
+    def end(rank: int, tick: int) -> float:
+        starts, spent = [free(rank, tick)], 0.0
+        for a in cells[rank, tick]:
             pipe, stage = schedule.stage_of(rank, a.chunk)
             spent += costs.of(a.kind, stage)
-            source = None
-            if a.kind == "F" and stage:
-                source = where["F", a.microbatch, pipe, stage - 1]
-            if a.kind in "BI" and stage < last:
-                keys = [(kind, a.microbatch, pipe, stage + 1) for kind in "BI"]
-                source = next(where[key] for key in keys if key in where)
-            if source is not None and source != at:
-                starts.append(end(source) + (costs.transfer if source[0] != rank else 0.0))
-        return max(starts) + spent * (costs.combined if len(cells[at]) == 2 else 1)
+            value = (a.kind == "F", a.microbatch, pipe, stage)
+            for (sender, receiver), values in sent.items() if a.kind != "W" else ():
+                for index, (made, other) in enumerate(values):
+                    if receiver == rank and other == value and made < tick:
+                        starts.append(arrival(sender, receiver, index))
+        return max(starts) + spent * (costs.combined if len(cells[rank, tick]) == 2 else 1)
 
-    return max(map(end, cells))
+    return max(end(*at) for at in cells)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -486,8 +486,8 @@ def estimate_memory(step: PlannedStep) -> Mapping[str, int]:
     """The bytes of the fullest pipeline rank in a step, by category.
 
     ``parameters``, ``gradients`` (accumulated), ``optimizer``, ``activations`` (of the microbatches
-    that the schedule keeps alive) and ``workspace`` (of the largest piece). Memory of the runtime
-    and libraries is not included, nor is it in `Hardware.memory_bytes`.
+    that the schedule keeps alive) and ``workspace`` (of the largest piece, and what other stages
+    send). Memory of the runtime and libraries is not in it, nor in `Hardware.memory_bytes`.
     """
     ranks = {*range(min(step.num_ranks, 2)), step.num_ranks - 1}
     found = [_rank_memory(step, rank) for rank in sorted(ranks)]
@@ -502,11 +502,14 @@ def _rank_memory(step: PlannedStep, rank: int) -> dict[str, int]:
     if step.num_ranks == step.num_microbatches == 1:
         at_peak = max(_walk_backward(rows, gradients), key=sum)
     else:
-        live = _count_live(step.schedule, step.num_ranks, step.num_microbatches, step.chunks, rank)
+        counts = step.schedule, step.num_ranks, step.num_microbatches, step.chunks
+        live = _count_live(*counts, rank)
         each = sum(piece.held_bytes[0] * n for piece, n in rows if piece is not step.pieces.head)
         head = sum(piece.held_bytes[0] * n for piece, n in rows if piece is step.pieces.head)
         activations = live * each / len(step.stages_of(rank)) + head
-        at_peak = gradients, activations, max(piece.working_bytes for piece, _ in rows)
+        received = _count_arriving(*counts, rank) * max(piece.sent_bytes for piece, _ in rows)
+        working = max(piece.working_bytes for piece, _ in rows)
+        at_peak = gradients, activations, working + received
     gradients, activations, workspace = map(round, at_peak)
     return {
         "parameters": params,
@@ -555,6 +558,16 @@ def _count_live(schedule: str, p: int, m: int, v: int, rank: int) -> int:
     if schedule == "interleaved":
         return min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1)
     return _make_table(schedule, p, _count_repeating(schedule, p, m), v).peak_live(rank)
+
+
+@functools.lru_cache(maxsize=4096)
+def _count_arriving(schedule: str, p: int, m: int, v: int, rank: int) -> int:
+    """The most values of other ranks that a rank has room for at a time."""
+    if p == 1:
+        return 0
+    if schedule in _ROUND:  # the fullest rank is among the first
+        return 3 if schedule in ("eager-1f1b", "interleaved") else 2
+    return _make_table(schedule, p, _count_repeating(schedule, p, m), v).peak_arriving(rank)
 
 
 @functools.lru_cache(maxsize=64)
