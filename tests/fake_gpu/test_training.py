@@ -50,6 +50,7 @@ CASES = {
 WAITING = ("mixtral-tiny", "--optimizer.offload", "--save-every")
 """Options with which the host waits in a step: for counts of rows, pieces of state, copies."""
 STEPS = 4
+FIXED = ("--steps", str(STEPS), "--global-batch", "8", "--seq", "64")
 
 
 def waits_in_steps(process: Process) -> list[dict]:
@@ -71,8 +72,8 @@ def test_runs(train, name):
     ranks, *options = CASES[name]
     # replicas would differ, as nothing is sent
     more = ("--nproc", str(ranks), "--check-replicas-every", "0") if ranks > 1 else ()
-    fixed = ("--steps", str(STEPS), "--global-batch", "8", "--seq", "64")
-    found = train(*fixed, *options, *more)
+    more += () if "--compile" in options else ("--no-compile",)
+    found = train(*FIXED, *options, *more)
     assert [process.rank for process in found] == list(range(ranks))
     for find in (
         journal.find_errors,
@@ -84,3 +85,22 @@ def test_runs(train, name):
     assert [problem for process in found for problem in journal.find_races(process)] == []
     if not {*WAITING} & {*options}:
         assert [wait for process in found for wait in waits_in_steps(process)] == []
+
+
+@pytest.mark.parametrize(
+    ("axis", "hidden"),
+    [
+        ("dp", {"AllReduce": "attention backward"}),  # sums of a layer, beside the one before
+        ("fsdp", {"ReduceScatter": "attention backward", "AllGather": "attention backward"}),
+        ("tp", {"AllReduce": "Gemm"}),  # gradients of activations, beside those of weights
+    ],
+)
+def test_what_is_sent_over_nccl_is_hidden(train, axis, hidden):
+    """Gradient sums start before the backward pass has ended, where nobody chooses to compile."""
+    more = ("--mesh", f"{axis}=2", "--nproc", "2", "--check-replicas-every", "0")
+    found = train(*FIXED, *DENSE, *more)
+    assert len(found) == 2
+    for process in found:
+        beside = [(call["name"], " ".join(names)) for call, names in journal.list_hiding(process)]
+        for name, kernel in hidden.items():
+            assert any(call == name and kernel in names for call, names in beside), name
