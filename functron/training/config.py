@@ -146,7 +146,7 @@ class ComputeConfig:
             memory; 0: all at once.
         compile: compile the step with Inductor, before the first one, as auto does over NCCL:
             compiled steps compute while ranks send, and others wait. It does not with
-            `optimizer.offload`, SOAP, or experts without a capacity that ranks divide.
+            optimizer.offload, SOAP, or experts without a capacity that ranks divide.
         cuda_graph: launch a compiled step as one CUDA graph, from the third step on.
         deterministic: bitwise reproducible results on a GPU, as on CPUs, by torch's deterministic
             algorithms, some of which are slower (backward of attention and embeddings, scatters);
