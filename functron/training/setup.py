@@ -509,7 +509,8 @@ class RunSetup:
         """
         chosen = self.config.compute.compile
         if chosen != "auto":
-            return chosen, "compiled, as asked for" if chosen else "not compiled, as asked for"
+            how, said = ("compiled", "true") if chosen else ("not compiled", "false")
+            return chosen, f"{how}, as compile={said} says (--compile auto: over NCCL alone)"
         if on_gpus is None:
             on_gpus = isinstance(self.mesh, BoundMesh) and self.mesh.device_type == "cuda"
         if not on_gpus or self.mesh.size == 1:

@@ -92,8 +92,8 @@ def test_a_plan_of_another_mesh_has_the_same_definitions():
     ("settings", "compiled", "why"),
     [
         ({}, True, "to hide what ranks send over NCCL"),
-        ({"compile": False}, False, "as asked for"),
-        ({"compile": True, "optimizer__name": "soap"}, True, "as asked for"),
+        ({"compile": False}, False, "as compile=false says"),
+        ({"compile": True, "optimizer__name": "soap"}, True, "as compile=true says"),
         ({"optimizer__offload": True}, False, "leave optimizer.offload out"),
         ({"optimizer__name": "soap"}, False, "SOAP"),
         ({"model": "mixtral-tiny"}, True, "NCCL"),

@@ -93,7 +93,7 @@ def test_what_is_written_is_a_run(planned, output, capsys):
     assert "one of 8 ranks" in said
     assert "expected on NVIDIA H100" in said
     assert "with a process for each rank" in said
-    assert said.rstrip().endswith("steps are compiled, as asked for")
+    assert "steps are compiled, as compile=true says" in said
     common = ["--format", "mock", "--mesh", "dp=2", "--global-batch", "8", "--dry-run"]
     assert main(["train", *common, "--hardware", "h100"]) == 0
     assert "steps are compiled, to hide what ranks send over NCCL" in capsys.readouterr().out
