@@ -134,7 +134,7 @@ def parse(
     """
     found = list(options_of(kind if default is None else default))
     options = [option for option in found if not option.instead]
-    arguments = with_names(arguments, found)
+    arguments = with_values(with_names(arguments, found), found)
     asked = [word for word in arguments if word in ("-h", "--help", "--help-all")]
     if asked:
         print(_format_help(kind, f"functron {command}", options, everything="--help-all" in asked))
@@ -255,6 +255,22 @@ def with_names(arguments: Sequence[str], options: Iterable[Option]) -> list[str]
     return [spelled(word) for word in arguments]
 
 
+def with_values(arguments: Sequence[str], options: Iterable[Option]) -> list[str]:
+    """Give options a value that stand alone as switches do, and have others than on and off.
+
+    Such as ``--resume``, which may be auto.
+    """
+    known = {f"--{option.name}": option.words for option in options if "True" in option.words}
+    off = {f"--{_negate(name.removeprefix('--'))}": name for name in known}
+    found: list[str] = []
+    for word, following in itertools.pairwise([*arguments, ""]):
+        if word in off:
+            found += [off[word], "False"]
+        else:
+            found += [word, "True"] if following not in known.get(word, following) else [word]
+    return found
+
+
 def _refuse_records(arguments: Sequence[str], options: Iterable[Option]) -> Iterator[Problem]:
     instead = {option.field: option.instead for option in options if option.instead}
     for word in arguments:
@@ -362,6 +378,11 @@ class Option:
     box: str
     common: bool
     instead: str
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The values that it may have, where only some words are; empty: others, or a switch."""
+        return tuple(self.metavar[1:-1].split(",")) if self.metavar.startswith("{") else ()
 
     def __str__(self) -> str:
         if self.positional:

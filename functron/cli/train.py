@@ -24,7 +24,14 @@ from functron import apps
 from functron.checkpoint.memory import folder_of
 from functron.checkpoint.saver import Moments, nowhere
 from functron.cli.launch import PROGRAM, count_problems, device_type, join, launch, leave, supervise
-from functron.cli.options import named_fields, options_of, parse, value_of, with_names
+from functron.cli.options import (
+    named_fields,
+    options_of,
+    parse,
+    value_of,
+    with_names,
+    with_values,
+)
 from functron.cli.process import Process, current, mistakes, outside, record_failure
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems, refuse
@@ -177,7 +184,9 @@ def _dry(made: RunSetup, machine: Hardware | None, kind: str) -> str:
     foreseen = planner.describe_estimate(planner.estimate_run(made, where))
     ranks = " with a process for each rank" if made.mesh.size > 1 else ""
     measured = ", measured now" if machine is None and kind == "cpu" else ""
-    return f"{step_report(made)}\n\nexpected on {where.name}{measured}{ranks}: {foreseen}"
+    compiled = made.choose_compiled(not where.host.computes)[1]
+    expected = f"expected on {where.name}{measured}{ranks}: {foreseen}"
+    return f"{step_report(made)}\n\n{expected}\nsteps are {compiled}"
 
 
 def hung(text: str, first: bool) -> None:
@@ -265,6 +274,7 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
             f"mesh   {config.parallelism.mesh}: {run.mesh.size} ranks simulated in this process "
             f"(--nproc {run.mesh.size} starts processes)"
         )
+    lines.append(f"steps  {run.setup.choose_compiled()[1]}")
     for section in sections_of(config):
         introduce = getattr(section, "introduce", None)
         lines += [] if introduce is None else introduce(run)
@@ -342,20 +352,6 @@ def _conclusion(outcome: Outcome, out: Path, prompt: str | None) -> list[str]:
     ]
 
 
-def _spelled_out(arguments: Sequence[str]) -> list[str]:
-    """The options with ``--resume`` given a value where it stands alone."""
-    found: list[str] = []
-    for index, word in enumerate(arguments):
-        following = arguments[index + 1] if index + 1 < len(arguments) else ""
-        if word == "--no-resume":
-            found += ["--resume", "False"]
-        elif word == "--resume" and following not in ("auto", "True", "False"):
-            found += ["--resume", "True"]
-        else:
-            found.append(word)
-    return found
-
-
 def parse_train(arguments: Sequence[str]) -> TrainConfig:
     """The configuration that these options ask for: defaults, preset, file, options, in this order.
 
@@ -385,7 +381,7 @@ def _parse(
     arguments: Sequence[str], kind: type[TrainConfig] = TrainConfig
 ) -> tuple[TrainOptions, frozenset[str]]:
     """The options, and the fields that they set, rather than set back to what is usual."""
-    arguments = _spelled_out(arguments)
+    arguments = with_values(arguments, options_of(kind))
     file, model, precision, device, out, resume = (
         value_of(f"--{name}", arguments)
         for name in ("config", "model", "precision", "device", "out", "resume")

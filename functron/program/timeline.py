@@ -8,7 +8,8 @@ process group. Each does what it was given in the order in which it was issued
 * an asynchronous collective starts when all that was issued before it has been computed, and the
   one before it over its axis has ended. What reads its result waits for it, and so does all that is
   issued after that;
-* a collective that is not asynchronous is waited for where it starts.
+* a collective that is not asynchronous is waited for where it starts, as all are in programs that
+  are not compiled.
 
 How long the computing stream waits is **exposed** communication; of all else that is sent, it is
 hidden behind what is computed. So the total is what is computed and what is exposed.
@@ -189,6 +190,7 @@ def timeline(
     overlap: bool = True,
     prefetch: bool = True,
     sequence_parts: int = 1,
+    eager: bool = False,
 ) -> ProgramTimeline:
     """When one rank computes and communicates; see `functron.program.timeline`.
 
@@ -197,10 +199,13 @@ def timeline(
         overlap: within kernels, as of `compile`; False: collectives are waited for at once.
         prefetch: across iterations of scans, as of `compile`.
         sequence_parts: as of `compile`.
+        eager: as it runs uncompiled, whatever is said above: in its own order, each collective
+            waited for where it starts, so that all communication is exposed.
     """
-    overlap, prefetch = (overlap and program.mesh.size > 1, prefetch and program.mesh.size > 1)
+    apart, parts = eager or program.mesh.size == 1, 1 if eager else sequence_parts
+    overlap, prefetch = (overlap and not apart, prefetch and not apart)
     clock = _Clock()
-    block = arrange_block(program.block, prefetch=prefetch, sequence_parts=sequence_parts)
+    block = arrange_block(program.block, prefetch=prefetch, sequence_parts=parts)
     _Planner(costs, overlap, prefetch).block(block)(clock)
     rows = sorted(clock.rows, key=lambda row: (row.stream != COMPUTE, row.stream, row.start))
     axes = {e.args[1] for e, _ in program.block.walk() if axis_of(e) is not None}

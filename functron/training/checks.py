@@ -390,7 +390,8 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
         wanted = "tokens that tp splits, where experts are divided over it"
         fix = "add --sequence-parallel, or leave tp out of it"
         yield Problem("expert_axes", repr(ranks.expert_axes), wanted, fix)
-    if config.compute.cuda_graph and (not config.compute.compile or config.compute.device == "cpu"):
+    compiled = config.compute.compile is True and config.compute.device != "cpu"
+    if config.compute.cuda_graph and not compiled:
         got, fix = "true without compile on a GPU", "add --compile, or leave it out"
         yield Problem("cuda_graph", got, "a compiled step of a CUDA GPU", fix)
     if config.compute.cuda_graph and mesh["pp"] > 1 and (ranks.nproc or processes):

@@ -144,7 +144,9 @@ class ComputeConfig:
             operations; kernel: as auto, but an operation without a kernel is an error.
         loss_chunk_tokens: compute logits of N tokens at a time, and again in backward, to save
             memory; 0: all at once.
-        compile: compile the step with Inductor, before the first one.
+        compile: compile the step with Inductor, before the first one, as auto does over NCCL:
+            compiled steps compute while ranks send, and others wait. It does not with
+            optimizer.offload, SOAP, or experts without a capacity that ranks divide.
         cuda_graph: launch a compiled step as one CUDA graph, from the third step on.
         deterministic: bitwise reproducible results on a GPU, as on CPUs, by torch's deterministic
             algorithms, some of which are slower (backward of attention and embeddings, scatters);
@@ -155,7 +157,7 @@ class ComputeConfig:
     remat: gpt.Remat = setting("none", "common step")
     kernels: KernelChoice = setting("auto", "step")
     loss_chunk_tokens: int = setting(0, "step", least=0)
-    compile: bool = setting(False, "common")
+    compile: bool | Literal["auto"] = setting("auto", "common")
     cuda_graph: bool = False
     deterministic: bool = False
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "common")

@@ -284,7 +284,7 @@ def loss_program(setup: RunSetup) -> Callable:
 
     stages = "pp" if setup.is_pipelined else None
     mapped = shard_map(counted, setup.mesh, (specs, setup.batch_specs), (P(), P()), stages=stages)
-    if setup.config.compute.compile and setup.rank is None:
+    if setup.is_compiled and setup.rank is None:
         mapped = jit(mapped)
 
     def without_gradients(params: tree.Tree, batch: gpt.Batch) -> tuple:

@@ -46,7 +46,7 @@ class Run:
         setup: everything that follows from its configuration and mesh.
         text: where batches come from.
         state: before the first step, which consumes it: global values, or this rank's shards.
-        step: ``(state, batch) -> (state, metrics)``, compiled if that was asked for; of batches
+        step: ``(state, batch) -> (state, metrics)``, compiled where the set-up says so; of batches
             with targets, see `taking`.
         watch: the step that also measures layers, where it is asked for.
         device: where it runs.
@@ -264,11 +264,11 @@ def prepare(
 def programs(
     made: RunSetup, around: Callable[[Callable], Callable] | None = None
 ) -> tuple[Callable, Watch | None]:
-    """The step of a set-up, and that which measures layers; compiled if that was asked for."""
+    """The step of a set-up, and that which measures layers; compiled where it says so."""
     config, watch = made.config, made.watch
 
     def complete(step: Callable) -> Callable:
-        if config.compute.compile and made.rank is None:  # stages on processes compile each alone
+        if made.is_compiled and made.rank is None:  # stages on processes compile each alone
             sizes, graph = len(config.data.batches.sizes), config.compute.cuda_graph
             step = jit(step, donate=0, num_signatures=sizes, graph=graph)
         return step if around is None else around(step)

@@ -17,6 +17,7 @@ import torch
 from functron import checkpoint, nn, optim
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.settings import Need
 from functron.models import gpt
 from functron.models.config import TextConfig
 from functron.models.decoder import with_histories
@@ -495,6 +496,32 @@ class RunSetup:
 
     # --- the step
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether steps are compiled."""
+        return self.choose_compiled()[0]
+
+    def choose_compiled(self, on_gpus: bool | None = None) -> tuple[bool, str]:
+        """Whether steps are compiled, and a phrase that says so, and why.
+
+        Args:
+            on_gpus: whether each rank has a GPU and a process; None: as those of the mesh have.
+        """
+        chosen = self.config.compute.compile
+        if chosen != "auto":
+            how, said = ("compiled", "true") if chosen else ("not compiled", "false")
+            return chosen, f"{how}, as compile={said} says (--compile auto: over NCCL alone)"
+        if on_gpus is None:
+            on_gpus = isinstance(self.mesh, BoundMesh) and self.mesh.device_type == "cuda"
+        if not on_gpus or self.mesh.size == 1:
+            return False, "not compiled: ranks send nothing over NCCL (on: --compile)"
+        for need in _COMPILED:
+            if not need.holds(self):
+                why = f"nothing hides what ranks send; compile=auto wanted {need.wanted}"
+                return False, f"not compiled: {why}; fix: {need.fix}"
+        why = "to hide what ranks send over NCCL; the first one takes longer (off: --no-compile)"
+        return True, f"compiled, {why}"
+
     @cached_property
     def step(self) -> Callable:
         """The training step ``(state, batch) -> (state, metrics)`` for batches with targets.
@@ -512,7 +539,7 @@ class RunSetup:
         them in host memory beforehand, since reading a number would wait for the GPU.
         """
         bound = isinstance(self.mesh, BoundMesh) and self.mesh.device_type == "cpu"
-        return bound and not self.config.compute.compile
+        return bound and not self.is_compiled
 
     @cached_property
     def watch(self) -> Watch | None:
@@ -554,7 +581,7 @@ class RunSetup:
 
     def _step(self, layers: optim.Layers | None, *, idle: bool = False) -> Callable:
         watch = layers is not None
-        compiled = self.config.compute.compile and not idle
+        compiled = self.is_compiled and not idle
         of = self._stages(watch, compiled=compiled) if self.is_pipelined else self._loss(watch)
         gradients = self._wrap_gradients(of)
         if idle:
@@ -638,6 +665,33 @@ class RunSetup:
             batch |= {"positions": tokens, "segments": tokens}
         state = self.init(random.key(config.seed).to("meta"))
         return trace(self.step, donate=0)(state, batch)
+
+
+def _divides_experts(made: RunSetup) -> bool:
+    moe = made.config.gpt.moe if made.family.name == "gpt" else None
+    axes = made.config.parallelism.expert_axis_names
+    sent = moe is not None and moe.dispatch == "alltoall" and not moe.capacity_factor
+    return sent and math.prod(made.mesh[axis] for axis in axes) > 1
+
+
+_COMPILED = (
+    Need(
+        lambda made: not made.config.optimizer.offload,
+        "the optimizer's state on the GPU",
+        "leave optimizer.offload out",
+    ),
+    Need(
+        lambda made: made.config.optimizer.name != "soap",
+        "another optimizer: compiled steps compute SOAP's eigenvectors in every update",
+        "choose one, or add --compile",
+    ),
+    Need(
+        lambda made: not _divides_experts(made),
+        "experts with a capacity: compiled ones have room for all ranks' tokens on each",
+        "set gpt.moe.capacity_factor, or add --compile",
+    ),
+)
+"""The needs of a `RunSetup` for its steps to be compiled by themselves."""
 
 
 def _bfloat16_problems(config: TrainConfig) -> Iterator[Problem]:

@@ -503,6 +503,9 @@ def test_options_have_the_names_of_their_settings_and_their_paths(tmp_path):
     assert made == parse_train(paths) == parse_train([x.replace("-every", "_every") for x in paths])
     assert (made.checkpoint.save_every, made.evaluation.every, made.data.path) == (3, 4, "x")
     assert (made.compute.compile, made.parallelism.zigzag, made.lora.rank) == (True, False, 2)
+    for off in (["--no-compile"], ["--compile", "False"], ["--compile=False", "--steps", "5"]):
+        assert parse_train(off).compute.compile is False
+    assert parse_train(["--compile", "auto"]).compute.compile == "auto"
     assert made.gpt.dtype == "bfloat16"
 
 

@@ -286,6 +286,30 @@ def _has_counterparts(
     return True
 
 
+# --- what is sent behind computation
+
+
+def list_hiding(process: Process) -> list[tuple[dict, list[str]]]:
+    """Each of NCCL's calls, and the kernels launched after it before another stream waits for it."""
+    found: list[tuple[dict, list[str]]] = []
+    waited: set[int] = set()
+    covered: dict[int, list[int]] = {}  # by event: the calls that were on its stream before it
+    for record in process.records:
+        if record["op"] == "nccl":
+            found.append((record, []))
+        elif record["op"] == "record":
+            streams = enumerate(call["stream"] for call, _ in found)
+            covered[record["event"]] = [i for i, s in streams if s == record["stream"]]
+        elif record["op"] == "wait":
+            before = covered.get(record["event"], [])
+            waited |= {i for i in before if found[i][0]["stream"] != record["stream"]}
+        elif record["op"] == "launch":
+            for number, (call, kernels) in enumerate(found):
+                if number not in waited and call["stream"] != record["stream"]:
+                    kernels.append(record["kernel"])
+    return found
+
+
 # --- memory that two streams use
 
 

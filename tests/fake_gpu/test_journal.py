@@ -146,6 +146,17 @@ def test_events_and_the_host_order_streams():
     assert len(journal.find_races(make(0, record(1), write, done, read))) == 1
 
 
+def test_what_is_launched_before_a_collective_is_waited_for_hides_it():
+    send = {"op": "nccl", "name": "AllReduce", "stream": 1}
+    launches = [{"op": "launch", "kernel": name, "stream": 0} for name in "abcd"]
+    late = make(0, launches[0], send, record(1), launches[1], wait(0), launches[2])
+    assert journal.list_hiding(late) == [(send, ["b"])]
+    at_once = make(0, launches[0], send, record(1), wait(0), launches[1])
+    assert journal.list_hiding(at_once) == [(send, [])]
+    other = make(0, send, record(1, 2), record(2, 3), wait(1, 2), launches[0], wait(0, 3))
+    assert journal.list_hiding(other) == [(send, ["a"])]
+
+
 def test_contexts_and_pages():
     stray = {"op": "context", "device": 0, "call": "cudaHostRegister", "thread": "saver"}
     assert journal.find_stray_contexts([make(0, stray)]) == []

@@ -73,6 +73,7 @@ CASES = {
 WAITING = ("mixtral-tiny", "--optimizer.offload", "--save-every")
 """Options with which the host waits in a step: for counts of rows, pieces of state, copies."""
 STEPS = 4
+FIXED = ("--steps", str(STEPS), "--global-batch", "8", "--seq", "64")
 
 
 def waits_in_steps(process: Process) -> list[dict]:
@@ -93,7 +94,8 @@ def options_of(name: str) -> tuple[str, ...]:
     ranks, *options = CASES[name]
     # replicas would differ, as nothing is sent
     more = ("--nproc", str(ranks), "--check-replicas-every", "0") if ranks > 1 else ()
-    return "--steps", str(STEPS), "--global-batch", "8", "--seq", "64", *options, *more
+    more += () if "--compile" in options else ("--no-compile",)
+    return *FIXED, *options, *more
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -119,3 +121,22 @@ def test_runs(train, name):
 def test_no_stream_races_with_torchs_own_kernels(train, name):
     """They do not say in the log what they use; torch's sanitizer sees them where nothing is compiled."""
     assert train(*options_of(name), sanitized=True)
+
+
+@pytest.mark.parametrize(
+    ("axis", "hidden"),
+    [
+        ("dp", {"AllReduce": "attention backward"}),  # sums of a layer, beside the one before
+        ("fsdp", {"ReduceScatter": "attention backward", "AllGather": "attention backward"}),
+        ("tp", {"AllReduce": "Gemm"}),  # gradients of activations, beside those of weights
+    ],
+)
+def test_what_is_sent_over_nccl_is_hidden(train, axis, hidden):
+    """Gradient sums start before the backward pass has ended, where nobody chooses to compile."""
+    more = ("--mesh", f"{axis}=2", "--nproc", "2", "--check-replicas-every", "0")
+    found = train(*FIXED, *DENSE, *more)
+    assert len(found) == 2
+    for process in found:
+        beside = [(call["name"], " ".join(names)) for call, names in journal.list_hiding(process)]
+        for name, kernel in hidden.items():
+            assert any(call == name and kernel in names for call, names in beside), name

@@ -198,6 +198,7 @@ def test_training_by_processes(tmp_path, capsys, in_processes):
     assert "4 ranks simulated in this process" in capsys.readouterr().out
     done = in_processes(4, *common, *mesh, "--out", tmp_path / "processes")
     assert "mesh   pp=2,tp=2: 4 processes" in done.stdout
+    assert "steps  not compiled: ranks send nothing over NCCL (on: --compile)" in done.stdout
     want = losses(tmp_path / "dense")
     assert want.shape == (3, 2)
     torch.testing.assert_close(losses(tmp_path / "simulated"), want, rtol=1e-9, atol=0)

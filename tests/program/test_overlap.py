@@ -37,7 +37,9 @@ def outside(block, axis: str) -> int:
 
 def assert_hides(program, axis: str, most: float) -> None:
     """Exposed seconds after, as a part of those before: of 3 layers only one is exposed."""
-    before = program.timeline(RATES, overlap=False, prefetch=False)
+    before = program.timeline(RATES, eager=True)
+    spent = [RATES(e) * n for e, n in program.block.walk() if axis_of(e) == axis]
+    assert before.exposed[axis] == pytest.approx(sum(spent))
     after = program.timeline(RATES)
     assert after.exposed[axis] < most * before.exposed[axis]
     assert after.total < before.total
@@ -77,10 +79,11 @@ def test_sums_that_scans_compute_are_the_same_numbers(mesh, options, most):
         ("dp=2", {"zero": 2}, 0.45),
         ("fsdp=2", {}, 0.45),
         ("dp=2,fsdp=2", {}, 0.45),  # of sums over dp of what fsdp has scattered
+        ("tp=2", {}, 0.9),  # each layer waits for what it sums forward
     ],
     ids=str,
 )
-def test_layers_hide_their_communication_over_data_axes(mesh, options, most):
+def test_layers_hide_their_communication(mesh, options, most):
     assert_hides(trained(mesh, **options).program(), mesh.partition("=")[0], most)
 
 

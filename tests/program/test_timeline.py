@@ -44,6 +44,34 @@ def test_two_products_and_an_all_reduce():
     assert (at_once.total, at_once.exposed) == (8.0, {"tp": 2.0})
 
 
+def of_dp(a, b):
+    return lax.psum(a @ b, "dp"), lax.psum(b @ a, "dp")
+
+
+def of_fsdp(a, b):
+    return lax.all_gather(a, "fsdp") @ b, lax.all_gather(b, "fsdp") @ a
+
+
+def of_tp(a, b):
+    return lax.psum(a @ b, "tp") @ b, b @ a
+
+
+def test_what_is_not_compiled_waits_for_all_that_it_sends():
+    """Products of 3 seconds and collectives of 2, one of which compiled programs hide."""
+    for axis, step, seconds in (
+        ("dp", of_dp, (3 + 2 + 3 + 2, 3 + 3 + 2)),
+        ("fsdp", of_fsdp, (2 + 3 + 2 + 3, 2 + 3 + 3)),
+        ("tp", of_tp, (3 + 2 + 3 + 3, 3 + 3 + 3)),
+    ):
+        program = traced(step, A, A, mesh=Mesh(**{axis: 2}))
+        spent = costs(mm=3.0, bmm=3.0, psum=2.0, all_gather=2.0)
+        found = [program.timeline(spent, eager=eager) for eager in (True, False)]
+        assert tuple(each.total for each in found) == seconds
+        products = 9.0 if axis == "tp" else 6.0
+        assert [each.exposed for each in found] == [{axis: t - products} for t in seconds]
+        assert rows(found[0]) == rows(program.timeline(spent, overlap=False, prefetch=False))
+
+
 def test_what_reads_a_result_waits_for_it_and_what_was_written_before_does_not():
     def after(a, b):
         return lax.psum(a @ b, "tp") @ b

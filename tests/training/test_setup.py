@@ -13,7 +13,7 @@ from functron.data import tokenizer
 from functron.models import gpt
 from functron.optim import OptimizerConfig
 from functron.optim import config as optim_config
-from functron.spmd import Mesh
+from functron.spmd import BoundMesh, Mesh
 from functron.training.config import TrainConfig, configure, with_model
 from functron.training.run import prepare
 from functron.training.setup import make_setup
@@ -86,3 +86,31 @@ def test_a_plan_of_another_mesh_has_the_same_definitions():
     made = make_setup(config, Mesh(pp=2))
     assert made.without_pipeline.whole_defs is made.whole_defs
     assert not made.without_pipeline.is_pipelined
+
+
+@pytest.mark.parametrize(
+    ("settings", "compiled", "why"),
+    [
+        ({}, True, "to hide what ranks send over NCCL"),
+        ({"compile": False}, False, "as compile=false says"),
+        ({"compile": True, "optimizer__name": "soap"}, True, "as compile=true says"),
+        ({"optimizer__offload": True}, False, "leave optimizer.offload out"),
+        ({"optimizer__name": "soap"}, False, "SOAP"),
+        ({"model": "mixtral-tiny"}, True, "NCCL"),
+        ({"model": "mixtral-tiny", "mesh": "ep=2"}, False, "set gpt.moe.capacity_factor"),
+        ({"model": "mixtral-tiny", "mesh": "ep=2", "gpt__moe__capacity_factor": 2.0}, True, "NCCL"),
+        ({"mesh": ""}, False, "nothing over NCCL (on: --compile)"),
+    ],
+)  # fmt: skip
+def test_steps_are_compiled_where_ranks_talk_over_nccl(settings, compiled, why):
+    named = with_model(TrainConfig(), settings.get("model", "llama3-tiny"))
+    rest = {name: value for name, value in settings.items() if name != "model"}
+    config = configure(named, **{"mesh": "dp=2", **rest})
+    mesh = Mesh.parse(config.parallelism.mesh)
+    on_gpu, on_cpu = (BoundMesh(mesh, 0, mesh.coordinate(0), {}, kind) for kind in ("cuda", "cpu"))
+    found, text = make_setup(config, on_gpu).choose_compiled()
+    assert found == compiled == text.startswith("compiled")
+    assert why in text
+    asked = config.compute.compile is True
+    assert make_setup(config, on_cpu).is_compiled == make_setup(config, mesh).is_compiled == asked
+    assert make_setup(config, mesh).choose_compiled(on_gpus=True) == (found, text)

@@ -38,7 +38,7 @@ from functron.apps.planner.machines import (
     to_tables,
     write_whole,
 )
-from functron.apps.planner.rates import FUNCTRON, Software, time_program
+from functron.apps.planner.rates import FUNCTRON, UNCOMPILED, time_program
 from functron.apps.planner.search import count_state_bytes, trace_run
 from functron.core import random, tree
 from functron.core.chart import bytes_text, line_chart, table
@@ -49,7 +49,6 @@ from functron.program.trace import trace
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd import collectives as lax
 from functron.spmd.params import init_params
-from functron.training.config import TrainConfig
 from functron.training.records import Record
 from functron.training.setup import RunSetup
 from functron.transforms import value_and_grad
@@ -75,10 +74,9 @@ def measure_operations(
 
     step = shard_map(grads, Mesh(), (P(), P()), P())
     params = init_params(random.key(0, device=device), gpt.defs(model))
-    alone = replace(FUNCTRON, fusion="none", sums_in_products=False, overlap=False)
     base = find_hardware("cpu")
     program = trace(step)(params, batch)
-    kernels = time_program(program, base, RankPlacement.on(Mesh(), base), alone).kernels
+    kernels = time_program(program, base, RankPlacement.on(Mesh(), base), UNCOMPILED).kernels
     step(params, batch)
     return kernels / cost.measure_seconds(lambda: step(params, batch), device, together)
 
@@ -603,13 +601,15 @@ def estimate_run(made: RunSetup, machine: Hardware) -> Estimate:
         ValueError: the model cannot run on the mesh, or the batch does not divide.
     """
     config, mesh = made.config, made.plain_mesh
+    compiled, _ = made.choose_compiled(not machine.host.computes)
+    software = FUNCTRON if compiled else UNCOMPILED
     if config.family.name != "gpt" or config.lora.adapters is not None:
         if made.is_pipelined:
             title, got = "cannot estimate this step", f"{config.title} with pp"
             refuse(title, "mesh", got, "a GPT without adapters, or no pp", "leave --hardware out")
         program = made.without_pipeline.program()
         tokens = config.data.global_batch * config.data.seq
-        return estimate(program, machine, software=_find_software(config), tokens=tokens)
+        return estimate(program, machine, software=software, tokens=tokens)
     rows = (
         config.data.global_batch
         // config.parallelism.microbatches
@@ -626,17 +626,7 @@ def estimate_run(made: RunSetup, machine: Hardware) -> Estimate:
         count_state_bytes(config),
         config.optimizer.offload,
     )
-    return estimate_step(step, machine, software=_find_software(config))
-
-
-def _find_software(config: TrainConfig) -> Software:
-    """Programs are fused and overlap communication if they are compiled."""
-    if config.compute.compile:
-        return FUNCTRON
-    return replace(
-        FUNCTRON, name="functron without --compile", fusion="none", sums_in_products=False,
-        overlap=False, overlap_grads=False, overlap_params=False,
-    )  # fmt: skip
+    return estimate_step(step, machine, software=software)
 
 
 def describe_estimate(estimate: Estimate) -> str:

@@ -92,6 +92,11 @@ class Software:
 
 FUNCTRON = Software()
 """Functron with compiled steps."""
+UNCOMPILED = replace(
+    FUNCTRON, name="functron uncompiled", fusion="none", sums_in_products=False,
+    overlap=False, overlap_grads=False, overlap_params=False,
+)  # fmt: skip
+"""Functron where steps are not compiled: nothing is fused, and what is sent is waited for."""
 
 
 def classify_equation(equation: Equation) -> WorkKind:
@@ -574,8 +579,7 @@ def run_program(
     """The timeline of a program on a machine, and its kernels."""
     kernels = fuse_program(program, software)
     rates = HardwareRates(hardware, placement, software, program)
-    overlap = {"overlap": software.overlap, "prefetch": software.overlap}
-    return timeline(kernels.program, rates, **overlap), kernels
+    return timeline(kernels.program, rates, eager=not software.overlap), kernels
 
 
 # --- the pieces of a decoder

@@ -30,7 +30,7 @@ from functron.apps.planner.estimates import (
     estimate_step,
 )
 from functron.apps.planner.machines import Hardware, RankPlacement, hardware
-from functron.apps.planner.rates import TracedPieces, trace_pieces
+from functron.apps.planner.rates import FUNCTRON, UNCOMPILED, TracedPieces, trace_pieces
 from functron.core import random, tree
 from functron.core.chart import bytes_text, line_chart, table
 from functron.core.errors import Problem, nearest, raise_problems, refuse
@@ -214,7 +214,7 @@ class Space:
         @functools.cache
         def base(precision: str, remat: str, offload: bool) -> TrainConfig:  # whatever the mesh
             made = with_precision(self.config, precision)
-            return configure(made, remat=remat, optimizer__offload=offload, compile=True)
+            return configure(made, remat=remat, optimizer__offload=offload, compile=not offload)
 
         for sizes in self._list_meshes():
             data = math.prod(sizes[axis] for axis in DATA_AXES)
@@ -787,7 +787,9 @@ class Choices:
 
     def estimate(self, candidate: TrainConfig, *, exact: bool = False) -> Estimate:
         """The step's time and memory: by simulating its pipeline exactly, or by formulas."""
-        return estimate_step(self._make_step(candidate), self.machine, exact=exact)
+        software = FUNCTRON if candidate.compute.compile is True else UNCOMPILED
+        step = self._make_step(candidate)
+        return estimate_step(step, self.machine, software=software, exact=exact)
 
     def _make_step(self, c: TrainConfig) -> PlannedStep:
         ranks = c.parallelism

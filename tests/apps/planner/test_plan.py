@@ -93,6 +93,12 @@ def test_what_is_written_is_a_run(planned, output, capsys):
     assert "one of 8 ranks" in said
     assert "expected on NVIDIA H100" in said
     assert "with a process for each rank" in said
+    assert "steps are compiled, as compile=true says" in said
+    common = ["--format", "mock", "--mesh", "dp=2", "--global-batch", "8", "--dry-run"]
+    assert main(["train", *common, "--hardware", "h100"]) == 0
+    assert "steps are compiled, to hide what ranks send over NCCL" in capsys.readouterr().out
+    assert main(["train", *common, "--device", "cpu"]) == 0
+    assert "steps are not compiled: ranks send nothing over NCCL" in capsys.readouterr().out
     best = re.search(r"bf16 +(\S+)", output)[1]
     assert f"{best} s a step" in said  # as of the search
     root = ElementTree.parse(folder / "front.svg").getroot()

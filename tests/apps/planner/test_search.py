@@ -182,6 +182,9 @@ def test_what_is_fixed_is_fixed_and_what_is_bounded_is_bounded():
     inside = space(fixed={"tp": 2, "remat": "full"}, least={"microbatches": 8, "pp": 2})
     found = list(inside.candidates())
     assert found
+    assert all(c.compute.compile is True for c in found)
+    offloading = space(fixed={"tp": 2, "offload": True})  # which compiled steps refuse
+    assert all(c.compute.compile is False for c in offloading.candidates())
     for c in found:
         assert (mesh_of(c)["tp"], c.compute.remat) == (2, "full")
         assert c.parallelism.microbatches >= 8
