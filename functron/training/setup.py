@@ -6,7 +6,9 @@ It allocates nothing and reads no data; its properties are computed at first use
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -511,11 +513,13 @@ class RunSetup:
         if chosen != "auto":
             how, said = ("compiled", "true") if chosen else ("not compiled", "false")
             return chosen, f"{how}, as compile={said} says (--compile auto: over NCCL alone)"
+        needs = _COMPILED
         if on_gpus is None:
             on_gpus = isinstance(self.mesh, BoundMesh) and self.mesh.device_type == "cuda"
+            needs += (_COMPILERS,)
         if not on_gpus or self.mesh.size == 1:
             return False, "not compiled: ranks send nothing over NCCL (on: --compile)"
-        for need in _COMPILED:
+        for need in needs:
             if not need.holds(self):
                 why = f"nothing hides what ranks send; compile=auto wanted {need.wanted}"
                 return False, f"not compiled: {why}; fix: {need.fix}"
@@ -692,6 +696,14 @@ _COMPILED = (
     ),
 )
 """The needs of a `RunSetup` for its steps to be compiled by themselves."""
+
+
+def _has_compilers(made: RunSetup) -> bool:
+    triton = importlib.util.find_spec("triton")
+    return triton is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
+
+
+_COMPILERS = Need(_has_compilers, "Triton and a C compiler on this machine", "install them")
 
 
 def _bfloat16_problems(config: TrainConfig) -> Iterator[Problem]:

@@ -38,6 +38,7 @@ CASES = {
 def test_the_peak_is_within_the_promise(train, name):
     ranks, *options = CASES[name]
     more = ("--nproc", str(ranks), "--check-replicas-every", "0") if ranks > 1 else ()
+    more += () if "--compile" in options else ("--no-compile",)
     found = train("--marks.promise", "--steps", "3", *MODEL, *options, *more)
     sizes = [record for process in found for record in process.having("memory")]
     assert len(sizes) == ranks

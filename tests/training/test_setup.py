@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -102,7 +104,8 @@ def test_a_plan_of_another_mesh_has_the_same_definitions():
         ({"mesh": ""}, False, "nothing over NCCL (on: --compile)"),
     ],
 )  # fmt: skip
-def test_steps_are_compiled_where_ranks_talk_over_nccl(settings, compiled, why):
+def test_steps_are_compiled_where_ranks_talk_over_nccl(settings, compiled, why, monkeypatch):
+    install(monkeypatch, triton=True, compiler=True)
     named = with_model(TrainConfig(), settings.get("model", "llama3-tiny"))
     rest = {name: value for name, value in settings.items() if name != "model"}
     config = configure(named, **{"mesh": "dp=2", **rest})
@@ -114,3 +117,25 @@ def test_steps_are_compiled_where_ranks_talk_over_nccl(settings, compiled, why):
     asked = config.compute.compile is True
     assert make_setup(config, on_cpu).is_compiled == make_setup(config, mesh).is_compiled == asked
     assert make_setup(config, mesh).choose_compiled(on_gpus=True) == (found, text)
+
+
+def install(monkeypatch, *, triton: bool, compiler: bool) -> None:
+    """Make it seem that these are there, or are not."""
+    real = importlib.util.find_spec
+
+    def find_spec(name, *args):
+        return real(name, *args) if name != "triton" else object() if triton else None
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(shutil, "which", lambda name: name if compiler else None)
+
+
+@pytest.mark.parametrize("tool", ["triton", "C compiler"])
+def test_steps_are_not_compiled_where_a_compiler_is_missing(tool, monkeypatch):
+    install(monkeypatch, triton=tool != "triton", compiler=tool == "triton")
+    mesh = Mesh(dp=2)
+    on_gpu = BoundMesh(mesh, 0, mesh.coordinate(0), {}, "cuda")
+    made = make_setup(configure(with_model(TrainConfig(), "llama3-tiny"), mesh="dp=2"), on_gpu)
+    compiled, why = made.choose_compiled()
+    assert not compiled
+    assert "Triton and a C compiler on this machine" in why
