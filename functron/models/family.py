@@ -197,8 +197,9 @@ GPT = Family(
     "gpt", "a GPT", GPTConfig, gpt.PRESETS, gpt.defs, gpt.rules, gpt.loss, gpt.num_targets,
     gpt.flops_per_token,
     settings=frozenset({"context", "expert_axes", "kernels", "loss_chunk_tokens", "matmul"}),
-    rules_settings=frozenset({"expert_axes"}), draws=decoder.draws, adapters=True, objective=NEXT_TOKEN, free=_GPT_FREE,
-    needs=GPT_NEEDS, canonical=_gpt_canonical, numbers=_gpt_numbers,
+    rules_settings=frozenset({"expert_axes"}), draws=decoder.draws, adapters=True,
+    objective=NEXT_TOKEN, free=_GPT_FREE, needs=GPT_NEEDS, canonical=_gpt_canonical,
+    numbers=_gpt_numbers,
 )  # fmt: skip
 """The decoder, the family that the library itself has."""
 
