@@ -252,8 +252,10 @@ def is_lean() -> bool:
     """Whether norms in torch's operations have derivatives of their own here.
 
     They have none in forward mode and in `functron.partition`. Where vmap stands for ranks torch's
-    are several times faster, and their memory is not a rank's.
+    are several times faster, and their memory is not a rank's; dynamo's compiler chooses itself.
     """
+    if torch.compiler.is_compiling():
+        return False
     mapped = "vmap" in compat.transform_names() or compat.pushing_forward()
     return not mapped and keeper() is None
 

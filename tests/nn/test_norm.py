@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import functron as ft
 from functron import nn
-from functron.ops.norms import LEAN_LAYER_NORM, LEAN_RMS_NORM
+from functron.ops.norms import LEAN_LAYER_NORM, LEAN_RMS_NORM, is_lean
 
 EMBED = 6
 
@@ -234,3 +234,8 @@ def test_the_tangent_of_layer_norm_is_a_function_of_x(randn, outer, bare):
     slope = torch.func.grad(formula)
     want = torch.func.grad(lambda x: (slope(x) * v).sum())(x)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_dynamo_sees_through_the_choice_of_derivatives():
+    chosen = torch.compile(lambda x: x + is_lean(), backend="eager", fullgraph=True)
+    assert chosen(torch.zeros(())) == 0
