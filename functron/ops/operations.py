@@ -161,13 +161,14 @@ def differentiate(name: str, formula: Callable, gradient: Gradient | Callable) -
 
     Args:
         name: of its node on the tape.
-        formula: in torch's operations, of one result or a tuple. Where it is mapped, torch maps
-            this.
-        gradient: as of `define`.
+        formula: in torch's operations, of one result or a tuple.
+        gradient: as of `define`. Where the function is mapped torch maps, and differentiates, this
+            if it is a function, and else `formula`.
     """
+    mapped = gradient if callable(gradient) else formula
 
     def batch(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple[Any, Any]:
-        out = torch.func.vmap(formula, in_dims)(*args)
+        out = torch.func.vmap(mapped, in_dims)(*args)
         return out, (0,) * len(out) if isinstance(out, tuple) else 0
 
     return _calling(_function(name, formula, batch, gradient))

@@ -205,6 +205,9 @@ def test_norms_in_torchs_operations_have_reverse_derivatives_of_any_order(randn,
             lambda x: (torch.func.vmap(lambda x: of(x, *args[1:]))(x) ** 2 * weights).sum()
         ),
         lambda of: torch.func.jacrev(lambda x: of(x, *args[1:])),
+        lambda of: torch.func.grad(
+            lambda x: torch.func.jacrev(lambda x: of(x, *args[1:]))(x).pow(3).sum()
+        ),
     ):
         torch.testing.assert_close(f(normed)(x.detach()), f(formula)(x.detach()))
 
