@@ -267,7 +267,8 @@ def _compute(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         return _reference(_rms_moments, x, None, *rest)
     wide = upcast(x)
     weights = multiplier(vectors[0], wide, center), *(v.to(wide.dtype) for v in vectors[1:])
-    norm = torch.ops.aten._fused_rms_norm if len(vectors) == 1 else torch.native_layer_norm
+    fused = torch.ops.aten._fused_rms_norm
+    norm: Any = fused if len(vectors) == 1 else torch.native_layer_norm
     y, *moments = norm(wide, wide.shape[-1:], *weights, eps)
     return y.to(x.dtype), *(each.squeeze(-1) for each in moments)
 
