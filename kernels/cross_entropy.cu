@@ -104,3 +104,16 @@ cross_entropy_backward(const float* d_lse, const float* d_target, const ELEMENT*
     for (int i = threadIdx.x; i < head; i += blockDim.x) y[i] = from_float<ELEMENT>(row.moved(to_float(x[i]), i));
     for (int i = tail + threadIdx.x; i < n; i += blockDim.x) y[i] = from_float<ELEMENT>(row.moved(to_float(x[i]), i));
 }
+
+extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function, size_t width);
+
+// A device-side assertion that ids are 0 to size - 1, or `ignored` where there is one.
+extern "C" __global__ void __launch_bounds__(THREADS)
+check_ids(const i64* ids, i64 count, i64 size, i64 ignored, i64 ignores) {
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (i64)gridDim.x * blockDim.x) {
+        const bool inside = 0 <= ids[i] && ids[i] < size;
+        if (inside || (ignores && ids[i] == ignored)) continue;
+        if (ignores) __assertfail("targets are in the vocabulary, or ignored", __FILE__, __LINE__, __func__, 1);
+        else __assertfail("tokens are in the vocabulary", __FILE__, __LINE__, __func__, 1);
+    }
+}

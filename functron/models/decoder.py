@@ -465,10 +465,15 @@ StageOutput = Tensor | tuple[Tensor, Auxiliary | Activations]
 """The result of a stage of a pipeline: the stream, or a pair of it and auxiliary results."""
 
 
+def draws(config: GPTConfig, options: ModelOptions) -> bool:
+    """Whether the model, or a hook, may draw random numbers."""
+    own = any(options.hook(name) is not None for name in ("block", "router"))
+    return config.random or own or options.matmul.draws
+
+
 def drawing_key(config: GPTConfig, options: ModelOptions, key: Key | None) -> Key | None:
     """`key` if the model, or a hook, may draw random numbers; else None."""
-    own = any(options.hook(name) is not None for name in ("block", "router"))
-    return key if config.random or own or options.matmul.draws else None
+    return key if draws(config, options) else None
 
 
 def stream(

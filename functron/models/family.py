@@ -19,8 +19,9 @@ from functron.core.errors import Problem, list_plugins, load_plugin, refuse
 from functron.core.settings import Needs
 from functron.core.typing import Tensor
 from functron.data.sampling import SampleMaker
-from functron.models import gpt
+from functron.models import decoder, gpt
 from functron.models.config import GPT_NEEDS, Dtype, GPTConfig, Named, TextConfig
+from functron.models.options import ModelOptions
 from functron.nn.moe import MoEConfig
 
 Config = Any
@@ -93,6 +94,8 @@ class Family:
             `Objective.count_targets` also of how many targets a sample has.
         settings: the fields of the options that `loss` reads besides.
         rules_settings: the keywords that `rules` takes besides.
+        draws: ``(config, options)`` to whether `loss` may draw random numbers; if not, its key is
+            None, and a step makes none.
         adapters: whether LoRA has a place in it.
         objective: what ``functron train`` has it learn, such as `NEXT_TOKEN`; None: it does not
             train it.
@@ -119,6 +122,7 @@ class Family:
     flops_per_token: Callable[..., int] = _not_counted
     settings: frozenset[OptionName] = field(default_factory=frozenset)
     rules_settings: frozenset[str] = field(default_factory=frozenset)
+    draws: Callable[[Any, ModelOptions], bool] = lambda config, options: True
     adapters: bool = False
     objective: Objective | None = None
     make: Callable[[Mapping[str, Any], Dtype], Config] | None = None
@@ -193,8 +197,9 @@ GPT = Family(
     "gpt", "a GPT", GPTConfig, gpt.PRESETS, gpt.defs, gpt.rules, gpt.loss, gpt.num_targets,
     gpt.flops_per_token,
     settings=frozenset({"context", "expert_axes", "kernels", "loss_chunk_tokens", "matmul"}),
-    rules_settings=frozenset({"expert_axes"}), adapters=True, objective=NEXT_TOKEN, free=_GPT_FREE,
-    needs=GPT_NEEDS, canonical=_gpt_canonical, numbers=_gpt_numbers,
+    rules_settings=frozenset({"expert_axes"}), draws=decoder.draws, adapters=True,
+    objective=NEXT_TOKEN, free=_GPT_FREE, needs=GPT_NEEDS, canonical=_gpt_canonical,
+    numbers=_gpt_numbers,
 )  # fmt: skip
 """The decoder, the family that the library itself has."""
 

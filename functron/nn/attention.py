@@ -32,11 +32,13 @@ from functron.nn.layers import (
 )
 from functron.ops.attention import attention
 from functron.ops.chunked_attention import attend
-from functron.ops.operations import AUTO, Kernels, upcast
+from functron.ops.norms import is_lean
+from functron.ops.operations import AUTO, Kernels, multiplier, upcast
 from functron.ops.qk_norm_rope import QK_NORM_ROPE, qkv_norm_rope, rotate_pairs
 from functron.spmd import collectives as lax
 from functron.spmd.params import Normal, ParamDef, ones, zeros
 from functron.spmd.spec import P
+from functron.transforms.custom_vjp import custom_vjp
 
 RopePairs = Literal["halves", "neighbours"]
 """Which dims of a head are rotated together; see `AttentionConfig`."""
@@ -468,13 +470,28 @@ def _norm_across(
     params: dict, x: Tensor, num_heads: int, config: AttentionConfig, axis: str
 ) -> Tensor:
     """RMSNorm over the dims of all heads, of which this rank may have a part."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y, scale = x.to(wide), params["scale"].to(wide)
-    squares = y.square().sum((-2, -1), keepdim=True)
-    if x.shape[-2] < num_heads:
-        squares = lax.psum(squares, axis)
-    y = y * torch.rsqrt(squares / (num_heads * config.head_size) + config.norm_eps)
-    return (y * (1 + scale if config.zero_centered_norm else scale)).to(x.dtype)
+    size, center = num_heads * config.head_size, config.zero_centered_norm
+    split = x.shape[-2] < num_heads
+
+    def mean(rows: Tensor) -> Tensor:
+        sums = rows.sum((-2, -1), keepdim=True)
+        return (lax.psum(sums, axis) if split else sums) / size
+
+    def forward(x: Tensor, scale: Tensor) -> tuple[Tensor, tuple]:
+        wide = upcast(x)
+        rstd = torch.rsqrt(mean(wide.square()) + config.norm_eps)
+        return (wide * rstd * multiplier(scale, wide, center)).to(x.dtype), (x, scale, rstd)
+
+    def backward(residuals: tuple, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale, rstd = residuals
+        g, normed = upcast(dy), upcast(x) * rstd
+        moved = g * multiplier(scale, g, center)
+        dx = rstd * (moved - normed * mean(moved * normed))
+        return dx.to(x.dtype), (g * normed).sum_to_size(scale.shape).to(scale.dtype)
+
+    norm = custom_vjp(lambda *args: forward(*args)[0], forward, backward)
+    given = x, params["scale"]
+    return norm(*given) if is_lean() else forward(*given)[0]
 
 
 def _select_own_heads(x: Tensor, num_local: int, config: AttentionConfig, axis: str) -> Tensor:

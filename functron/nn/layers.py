@@ -33,7 +33,10 @@ from functron.ops.norms import (
     ADD_LAYER_NORM,
     ADD_RMS_NORM,
     LAYER_NORM,
+    LEAN_LAYER_NORM,
+    LEAN_RMS_NORM,
     RMS_NORM,
+    is_lean,
     rms_norm_rows_backward,
 )
 from functron.ops.operations import AUTO, Kernels
@@ -510,13 +513,17 @@ def rms_norm(
 ) -> Float[Tensor, "*batch embed"]:
     """y = x / sqrt(mean(x^2) + eps) * scale over the last dim (Zhang & Sennrich 2019, eq. 4).
 
-    Computed in float32 at least, and returned in x's dtype.
+    Computed in float32 at least, and returned in x's dtype. For backward x, the scale and a number
+    for each row are kept.
     """
     plain = x.dtype == scale.dtype in (torch.float32, torch.float64)
     if plain and compat.taped_alone(x, scale):
         normed: Any = _RMSNorm.apply(x, scale, eps)
         return normed
-    return F.rms_norm(x, scale.shape, scale, eps)
+    fused = x.is_cuda and x.dtype == scale.dtype  # torch has the same for these
+    if fused or not is_lean():
+        return F.rms_norm(x, scale.shape, scale, eps)
+    return LEAN_RMS_NORM(x, scale, eps, False)[0]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -592,6 +599,9 @@ def norm(
             return RMS_NORM(x, scale, eps, zero_centered)[0]
         return LAYER_NORM(x, scale, bias, eps, zero_centered)[0]
     if zero_centered:
+        if x.dtype != torch.promote_types(dtype, torch.float32) and is_lean():
+            lean = LEAN_RMS_NORM if bias is None else LEAN_LAYER_NORM
+            return lean(*(v for v in (x, scale, bias) if v is not None), eps, True)[0]
         # in bfloat16, 1 + scale would lose the digits that this parametrisation is there to keep
         wide = torch.promote_types(dtype, torch.float32)
         x, scale, bias = x.to(wide), 1 + scale.to(wide), None if bias is None else bias.to(wide)

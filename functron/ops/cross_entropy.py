@@ -28,6 +28,7 @@ from functron.core.compat import Function
 from functron.core.errors import refuse
 from functron.core.scopes import in_phase, phase
 from functron.core.typing import Bool, Float, Int, Tensor
+from functron.ops.launch import cuda, usable
 from functron.ops.operations import (
     AUTO,
     PACK_BYTES,
@@ -541,10 +542,10 @@ def check_ids(ids: torch.Tensor, name: str, size: int, ignored: int | None = Non
         plain, recorder = compat.plain(ids), active()
         if recorder is not None:
             recorder.effect(torch.ops.functron.check_ids.default, plain, name, size, ignored)
-        elif plain.device.type != "cpu" or compat.dispatch_modes_active():
+        elif compat.dispatch_modes_active():
             _assert_ids(plain, name, size, ignored)
         else:
-            _check_ids(plain, name, size, ignored)
+            _run_check(plain, name, size, ignored)
 
 
 def _are_inside(ids: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
@@ -580,9 +581,23 @@ def _check_ids(ids: torch.Tensor, name: str, size: int, ignored: int | None) -> 
     refuse(f"{name} outside of the vocabulary", name, got, _wanted_ids(size, ignored), fix)
 
 
+def _check_kernel(launch: Launch, ids: torch.Tensor, size: int, ignored: int | None) -> None:
+    """A device-side assertion in one launch, where torch's operations take seven."""
+    flat, ignores = _flat(ids.long()), int(ignored is not None)
+    blocks = min(-(-len(flat) // _MOST_THREADS), launch.processors(ids.device))
+    launch(
+        "cross_entropy", "check_ids", blocks, _MOST_THREADS,
+        flat, len(flat), size, ignored or 0, ignores, defines={"ELEMENT": "float"},
+    )  # fmt: skip
+
+
 def _run_check(ids: torch.Tensor, name: str, size: int, ignored: int | None) -> None:
-    check = _check_ids if ids.device.type == "cpu" else _assert_ids
-    check(ids, name, size, ignored)
+    if ids.device.type == "cpu":
+        _check_ids(ids, name, size, ignored)
+    elif ids.device.type == "cuda" and usable(ids.device) is None:
+        _check_kernel(cuda, ids, size, ignored)
+    else:
+        _assert_ids(ids, name, size, ignored)
 
 
 _IDS.impl("check_ids", _run_check, "CompositeExplicitAutograd")

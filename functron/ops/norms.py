@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from functron.core import compat
 from functron.core.typing import Tensor
 from functron.ops.operations import (
     BACKWARD_THREADS,
@@ -24,6 +25,7 @@ from functron.ops.operations import (
     as_rows,
     define,
     dense,
+    differentiate,
     layout,
     map_one_by_one,
     map_rows,
@@ -36,6 +38,7 @@ from functron.ops.operations import (
     upcast,
     vector,
 )
+from functron.program.recorder import keeper
 
 RowMoments = Callable[[Tensor, float], tuple[Tensor, ...]]
 """``(rows, eps) -> statistics`` of rows: 1 / sqrt(mean square + eps), or the mean and the like."""
@@ -244,6 +247,55 @@ def _define_norm(
     )
     return alone, of_sum, backward
 
+
+def is_lean() -> bool:
+    """Whether norms in torch's operations have derivatives of their own here.
+
+    They have none in forward mode and in `functron.partition`. Where vmap stands for ranks torch's
+    are several times faster, and their memory is not a rank's; dynamo's compiler chooses itself.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    mapped = "vmap" in compat.transform_names() or compat.pushing_forward()
+    return not mapped and keeper() is None
+
+
+def _compute(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """y and statistics of rows, by torch's own norms where it has them."""
+    *vectors, eps, center = rest
+    if len(vectors) == 1 and not x.is_cuda:
+        return _reference(_rms_moments, x, None, *rest)
+    wide = upcast(x)
+    weights = multiplier(vectors[0], wide, center), *(v.to(wide.dtype) for v in vectors[1:])
+    fused = torch.ops.aten._fused_rms_norm
+    norm: Any = fused if len(vectors) == 1 else torch.native_layer_norm
+    y, *moments = norm(wide, wide.shape[-1:], *weights, eps)
+    return y.to(x.dtype), *(each.squeeze(-1) for each in moments)
+
+
+def _define_lean(name: str, count: int, moments_of: RowMoments) -> Callable[..., tuple]:
+    """``(x, *vectors, eps, zero_centered)`` to y and statistics, in torch's operations.
+
+    As the op `name`, x, the vectors and the statistics are kept for backward, where torch would
+    keep x and the normed rows in float32.
+    """
+    again = functools.partial(_backward, moments_of, True)
+    backward = differentiate(
+        f"lean_{name}_backward", functools.partial(_backward, moments_of, False), again
+    )
+    gradient = Gradient(
+        save=lambda args, outputs: (*args[: 1 + count], *outputs[1:], *args[1 + count :]),
+        backward=lambda saved, ct: (*backward(ct[0], None, *saved), None, None),
+        auxiliary=tuple(range(1, 1 + count)),
+    )
+    return differentiate(f"lean_{name}", _compute, gradient)
+
+
+LEAN_RMS_NORM = _define_lean("rms_norm", 1, _rms_moments)
+"""`RMS_NORM` in torch's operations; programs show these. With a derivative in reverse mode."""
+
+LEAN_LAYER_NORM = _define_lean("layer_norm", 2, _layer_moments)
+"""`LAYER_NORM` in torch's operations."""
 
 RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACKWARD = _define_norm(
     "rms_norm", ("scale",), ("rstd",), _rms_moments

@@ -150,13 +150,37 @@ def define(
     assert batch is not None, f"{name} needs a vmap rule"
     function = _function(name, raw, batch, gradient)
     torch.library.register_vmap(f"functron::{name}", _rule(batch, raw), lib=_LIBRARY)
+    return Op(name, raw, reference, kernel, gradient is not None, _calling(function))
 
+
+def differentiate(name: str, formula: Callable, gradient: Gradient | Callable) -> Callable:
+    """The function ``(*args)`` that computes `formula` and is differentiated as an op would be.
+
+    It is none: programs and compilers see torch's operations. Both orders of grad and vmap work;
+    forward mode does not (`compat.pushing_forward`).
+
+    Args:
+        name: of its node on the tape.
+        formula: in torch's operations, of one result or a tuple.
+        gradient: as of `define`. Where the function is mapped torch maps, and differentiates, this
+            if it is a function, and else `formula`.
+    """
+    mapped = gradient if callable(gradient) else formula
+
+    def batch(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple[Any, Any]:
+        out = torch.func.vmap(mapped, in_dims)(*args)
+        return out, (0,) * len(out) if isinstance(out, tuple) else 0
+
+    return _calling(_function(name, formula, batch, gradient))
+
+
+def _calling(function: Any) -> Callable:
     def call(*args: Any) -> Any:
         return function.apply(*args)
 
     # dynamo would look inside, and see an entry without derivatives
     compat.allow_in_graph(call)
-    return Op(name, raw, reference, kernel, gradient is not None, call)
+    return call
 
 
 def _call_in_place(name: str, raw: Any, *args: Any) -> Any:

@@ -322,6 +322,7 @@ def gradients(
     *,
     reduce_dtype: torch.dtype | None = None,
     checks_sum: bool = True,
+    draws: bool = True,
     axis: str = "pp",
 ) -> GradientFunction:
     """The gradients of a mean loss whose stages are divided among the ranks of `axis`.
@@ -338,12 +339,12 @@ def gradients(
             it returns a pair with that.
         num_targets: ``batch`` to the number of terms in the loss, over all ranks.
         reduce_dtype: sum gradients over ranks in this dtype; None: their own.
-        checks_sum: as of `functron.mean_gradients`.
+        checks_sum, draws: as of `functron.mean_gradients`.
         axis: the mesh axis of the pipeline's ranks.
 
     Collectives: those of `pipelined`.
     """
-    base = _PipelinedLoss(stages, num_targets, reduce_dtype, checks_sum, axis)
+    base = _PipelinedLoss(stages, num_targets, reduce_dtype, checks_sum, draws, axis)
     return GradientFunction(base, ("pipeline.gradients",), reduce_dtype=reduce_dtype)
 
 
@@ -355,6 +356,7 @@ class _PipelinedLoss:
     num_targets: Callable
     reduce_dtype: torch.dtype | None
     checks_sum: bool
+    draws: bool
     axis: str
 
     def bind(
@@ -396,6 +398,7 @@ class _PipelinedLoss:
             num_microbatches=self.stages.schedule.num_microbatches,
             reduce_dtype=self.reduce_dtype,
             checks_sum=self.checks_sum,
+            draws=self.draws,
             copies=partition.copies(rank),
             stages=axis,
             compile=self.stages.compile,

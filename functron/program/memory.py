@@ -699,8 +699,7 @@ def memory(program: Code) -> ProgramMemory:
     torch's profiler measured. Where eager execution does other work than the program says, it is
     off by more: random draws (other algorithm), several microbatches with few tokens
     (`accumulate` keeps gradients longer), remat of many layers (it keeps their inputs to the end),
-    `optim.with_fp32_masters` (float32 gradients). Most of the 30 peaked in the loss. On a CPU an
-    eager RMSNorm keeps one value less than is traced, a few percent of a step.
+    `optim.with_fp32_masters` (float32 gradients). Most of the 30 peaked in the loss.
 
     Not counted: what the allocator rounds up or caches, and what kernels reserve per thread.
     """

@@ -623,6 +623,7 @@ class RunSetup:
             has_aux=details,
             reduce_dtype=torch_dtype(own.reduce_dtype),
             checks_sum=False,  # the losses of families are sums
+            draws=self.family.draws(self.model, options),
         )
         return accumulated(
             g, self.config.parallelism.microbatches, dtype=torch_dtype(own.grad_dtype)
@@ -638,7 +639,11 @@ class RunSetup:
             compile={} if compiled else None,
         )
         return stage_gradients(
-            stages, gpt.num_targets, reduce_dtype=torch_dtype(own.reduce_dtype), checks_sum=False
+            stages,
+            gpt.num_targets,
+            reduce_dtype=torch_dtype(own.reduce_dtype),
+            checks_sum=False,
+            draws=self.family.draws(self.model, self.options),
         )
 
     @cached_property

@@ -328,7 +328,8 @@ def make_step(
     check_layout(mesh, optimizer, layout, batch_specs, g.stages, replicated_over)
 
     def compute(state: State, batch: tree.Tree) -> tuple[dict, tree.Tree, Any]:
-        key, scale = random.fold_in(state.key, state.step), optim.loss_scale(state.opt_state)
+        key = random.fold_in(state.key, state.step) if g.draws else None
+        scale = optim.loss_scale(state.opt_state)
         num_targets = g.num_targets(batch)
         return *g(state.params, batch, key, num_targets, scale), num_targets
 

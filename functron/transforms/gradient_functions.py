@@ -89,6 +89,7 @@ class BoundGradients:
         num_microbatches: number of parts of each rank's batch.
         reduce_dtype: to sum gradients over ranks in; None: their own.
         checks_sum: whether a step checks, once, that the loss is a sum and not a mean.
+        draws: whether the loss draws random numbers; otherwise its key is None.
         copies: how many ranks of a pipeline hold each parameter.
         stages: the axis of a pipeline's ranks; None: there is no pipeline.
         compile: settings of the compiled programs of a pipeline on processes; None: not compiled.
@@ -102,6 +103,7 @@ class BoundGradients:
     num_microbatches: int = 1
     reduce_dtype: torch.dtype | None = None
     checks_sum: bool = True
+    draws: bool = True
     copies: tree.Tree = 1
     stages: str | None = None
     compile: Mapping[str, Any] | None = None
@@ -119,7 +121,7 @@ class BoundGradients:
         Args:
             params: with the specs that this is bound to.
             batch: this rank's.
-            key: of the step's random numbers.
+            key: of the step's random numbers; None: there are none.
             num_targets: of the batch, over all ranks.
             scale: factor of the loss, for gradients in float16; None: 1.
 
@@ -243,6 +245,7 @@ class _MeanLoss:
     has_aux: bool
     reduce_dtype: torch.dtype | None
     checks_sum: bool
+    draws: bool
     num_microbatches: int = 1
     dtype: torch.dtype | None = None
 
@@ -288,6 +291,7 @@ class _MeanLoss:
             num_microbatches=self.num_microbatches,
             reduce_dtype=self.reduce_dtype,
             checks_sum=self.checks_sum,
+            draws=self.draws,
         )
 
 
@@ -299,6 +303,7 @@ def mean_gradients(
     has_aux: bool = False,
     reduce_dtype: torch.dtype | None = None,
     checks_sum: bool = True,
+    draws: bool = True,
 ) -> GradientFunction:
     """The gradients of a mean loss: of ``loss(params, batch, key) / num_targets(batch)``.
 
@@ -314,10 +319,11 @@ def mean_gradients(
             `sync_gradients`.
         checks_sum: `functron.make_step` checks after its first step that the loss is a sum, on one
             sample of each rank, and on that sample twice; False: it does not.
+        draws: `loss` draws random numbers; False: its key is None, and a step makes none.
 
     Collectives: those of the loss, forward and backward.
     """
-    base = _MeanLoss(loss, num_targets, has_aux, reduce_dtype, checks_sum)
+    base = _MeanLoss(loss, num_targets, has_aux, reduce_dtype, checks_sum, draws)
     return GradientFunction(base, ("mean_gradients",), reduce_dtype=reduce_dtype)
 
 

@@ -530,6 +530,10 @@ inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __threadfence_system() {}
 
+extern "C" inline __attribute__((used, visibility("hidden"))) void __assertfail(const char* message, const char*, unsigned, const char*, size_t) {
+    emulator::fail("%s", message);
+}
+
 template <class T> T __ldg(const T* at) { return *at; }
 template <class T> T __ldcs(const T* at) { return *at; }
 template <class T> T __ldcg(const T* at) { return *at; }

@@ -16,7 +16,7 @@ from functron.ops.cross_entropy import (
     logits_cotangent,
 )
 from tests.kernels.conformance import Case, conform
-from tests.kernels.emulator import emulated
+from tests.kernels.emulator import EmulationError, emulated
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KERNEL = ops.use("kernel")
@@ -286,3 +286,23 @@ def test_on_meshes(mesh, vocab):
     torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
     given = torch.randn(2, 3, generator=generator, dtype=torch.float64)
     torch.testing.assert_close(pull(given)[0], pull_dense(given)[0], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("ignored", [None, -100])
+def test_ids_are_asserted_by_one_launch(ignored):
+    """Of any number of them; the kernel refuses what the checks of numbers refuse."""
+
+    def check(launch, ids):
+        cross_entropy._check_kernel(launch, ids, 40, ignored)
+        return ids
+
+    many = torch.arange(40).repeat(100)
+    for good in (many, many[:1], many.int().view(2, -1), many[:0]):
+        emulated(check, good)
+    if ignored is not None:
+        emulated(check, torch.where(many == 7, ignored, many))
+    for bad in (-1, 40, 2**40, -(2**40), -100 if ignored is None else -99):
+        ids = many.clone()
+        ids[3990] = bad
+        with pytest.raises(EmulationError, match="are in the vocabulary"):
+            emulated(check, ids)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 
 import functron as ft
 from functron import nn
+from functron.ops.norms import LEAN_LAYER_NORM, LEAN_RMS_NORM, is_lean
 
 EMBED = 6
 
@@ -122,6 +124,94 @@ def test_rms_norm_of_the_tape_alone_has_derivatives_of_any_order(randn):
     assert torch.autograd.gradgradcheck(normed, (x, scale))
 
 
+def torch_norm(params, x, centred):
+    """torch's own, and of 1 + scale in float32."""
+    wide = torch.float32 if centred else x.dtype
+    scale = params["scale"].to(wide) + (1 if centred else 0)
+    if "bias" in params:
+        y = F.layer_norm(x.to(wide), x.shape[-1:], scale, params["bias"].to(wide), 1e-5)
+    else:
+        y = F.rms_norm(x.to(wide), x.shape[-1:], scale, 1e-5)
+    return y.to(x.dtype)
+
+
+def bytes_kept(f, *args) -> int:
+    """Of tensors that torch's tape keeps for backward, each memory once."""
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y = f(*args)
+    del y
+    return sum(x.untyped_storage().nbytes() for x in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "centred"), [("rms", False), ("rms", True), ("layer", True)]
+)  # of the fourth torch's own keeps no more
+def test_norms_keep_narrow_rows_as_they_are(kind, centred):
+    """Of bfloat16 rows these, and a number or two for each; results are torch's to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    x, *vectors = (
+        torch.randn(shape, generator=generator).bfloat16().requires_grad_()
+        for shape in ((64, 256), (256,), (256,))
+    )
+    params = dict(zip(("scale", "bias")[: 1 + (kind == "layer")], vectors, strict=False))
+
+    def normed(params, x):
+        return nn.norm(params, x, eps=1e-5, zero_centered=centred)
+
+    assert torch.equal(normed(params, x), torch_norm(params, x, centred))
+    statistics = 64 * 4 * len(params)
+    assert bytes_kept(normed, params, x) <= 64 * 256 * 2 + 256 * 2 * len(params) + statistics
+    double = {name: v.detach().double().requires_grad_() for name, v in params.items()}
+    rows, dy = x.detach().double().requires_grad_(), torch.randn(64, 256, generator=generator)
+    scale = double["scale"] + (1 if centred else 0)
+    FORMULAS[kind]({**double, "scale": scale}, rows, 1e-5).backward(dy.double())
+    normed(params, x).backward(dy.bfloat16())
+    for got, want in ((x, rows), *zip(params.values(), double.values(), strict=True)):
+        assert (got.grad.double() - want.grad).norm() < 8e-3 * want.grad.norm()
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("kind", list(FORMULAS))
+def test_norms_in_torchs_operations_have_reverse_derivatives_of_any_order(randn, kind, centred):
+    lean = {"rms": LEAN_RMS_NORM, "layer": LEAN_LAYER_NORM}[kind]
+    names = ("scale", "bias")[: 1 + (kind == "layer")]
+    x, *vectors = (randn(2, 3, EMBED), *(randn(EMBED) for _ in names))
+
+    def normed(x, *vectors):
+        return lean(x, *vectors, 1e-2, centred)[0]
+
+    def formula(x, *vectors):
+        params = dict(zip(names, vectors, strict=True))
+        return FORMULAS[kind]({**params, "scale": params["scale"] + centred}, x, 1e-2)
+
+    args = tuple(v.requires_grad_() for v in (x, *vectors))
+    torch.testing.assert_close(normed(*args), formula(*args))
+    assert torch.autograd.gradcheck(normed, args)
+    assert torch.autograd.gradgradcheck(normed, args)
+    args = tuple(v.detach() for v in args)
+    weights = randn(2, 3, EMBED)
+    for f in (  # derivatives of derivatives, and both orders of grad and vmap
+        lambda of: torch.func.jacrev(
+            torch.func.grad(lambda x: (of(x, *args[1:]) ** 2 * weights).sum())
+        ),
+        lambda of: torch.func.vmap(torch.func.grad(lambda x: (of(x, *args[1:]) ** 2).sum())),
+        lambda of: torch.func.grad(
+            lambda x: (torch.func.vmap(lambda x: of(x, *args[1:]))(x) ** 2 * weights).sum()
+        ),
+        lambda of: torch.func.jacrev(lambda x: of(x, *args[1:])),
+        lambda of: torch.func.grad(
+            lambda x: torch.func.jacrev(lambda x: of(x, *args[1:]))(x).pow(3).sum()
+        ),
+    ):
+        torch.testing.assert_close(f(normed)(x.detach()), f(formula)(x.detach()))
+
+
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("outer", ["jvp", "dual"])
 def test_the_tangent_of_layer_norm_is_a_function_of_x(randn, outer, bare):
@@ -147,3 +237,8 @@ def test_the_tangent_of_layer_norm_is_a_function_of_x(randn, outer, bare):
     slope = torch.func.grad(formula)
     want = torch.func.grad(lambda x: (slope(x) * v).sum())(x)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_dynamo_sees_through_the_choice_of_derivatives():
+    chosen = torch.compile(lambda x: x + is_lean(), backend="eager", fullgraph=True)
+    assert chosen(torch.zeros(())) == 0

@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functron as ft
 from functron import Mesh, P, checkpoint, gpt, lax, optim, random, tree
@@ -816,3 +818,57 @@ def test_the_parameters_of_a_module_are_trained_where_they_are_and_no_tape_grows
     assert module.weight.requires_grad
     torch.testing.assert_close(state.params["w"], start, rtol=1e-12, atol=0)
     torch.testing.assert_close(module.weight.detach(), start, rtol=1e-12, atol=0)
+
+
+class CountOps(TorchDispatchMode):
+    """How often each operation runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket._qualified_op_name.partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ops_of_step(dropout: float = 0.0, mesh: str = "", **options) -> Counter:
+    """The operations of an eager step of two layers, by kernels' ops where there are some."""
+    config = gpt.GPTConfig(
+        num_layers=2, embed_dim=32, num_heads=4, mlp_dim=48, vocab_size=64, vocab_multiple=64,
+        max_seq=16, dropout=dropout,
+    )  # fmt: skip
+    given = {"gpt": config, "seq": 16, "global_batch": 4, "kernels": "kernel", "mesh": mesh}
+    made = make_setup(configure(**given, **options), Mesh.parse(mesh) if mesh else Mesh())
+    tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens, "targets": tokens, "rows": torch.arange(4)}
+    state, _ = made.step(made.init(random.key(0)), batch)
+    with CountOps() as found:
+        made.step(state, batch)
+    return found.counts
+
+
+RANDOM = ("bitwise_xor", "bitwise_left_shift", "__lshift__", "__rshift__")
+
+
+def test_an_eager_step_runs_what_a_count_by_hand_says():
+    """Of two layers: each has two norms, of which one adds, and seven matrices, and one more each at
+    the end; a matrix is read by one product forward and by two backward."""
+    layers, matrices = 2, 2 * 7 + 1
+    wanted = {
+        "mm": 3 * matrices, "rms_norm": layers + 1, "add_rms_norm": layers,
+        "rms_norm_backward": 2 * layers + 1, "qk_norm_rope": layers,
+        "qk_norm_rope_backward": layers, "glu": layers, "glu_backward_again": layers,
+        "cross_entropy": 1, "cross_entropy_backward": 1, "embedding": 1,
+        "embedding_dense_backward": 1, "adamw_": 9 + 3, "sum_of_squares": 9 + 3,
+        **dict.fromkeys(RANDOM, 0),
+    }  # fmt: skip
+    found = ops_of_step()
+    assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("mesh", ["", "pp=2", "dp=2,tp=2"])
+def test_only_a_step_that_drops_out_draws(mesh):
+    options = {"microbatches": 2} if "pp" in mesh else {}
+    assert not any(ops_of_step(mesh=mesh, **options)[name] for name in RANDOM[:2])
+    assert ops_of_step(0.1, mesh=mesh, **options)["bitwise_xor"] >= 20  # rounds of Threefry

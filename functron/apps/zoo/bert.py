@@ -249,5 +249,5 @@ def make_family() -> Family:
     """The family of BERTs."""
     return Family(
         "bert", "a BERT", BertConfig, PRESETS, defs, rules, loss, num_targets, flops_per_token,
-        objective=MASKED_TOKENS,
+        objective=MASKED_TOKENS, draws=lambda config, options: config.dropout > 0,
     )  # fmt: skip

@@ -514,7 +514,7 @@ def make_family() -> Family:
         flops_per_token, objective=NEXT_TOKEN,
         free=("dropout", "init_stddev", "vocab_multiple", "dtype", "chunk"), needs=MAMBA_NEEDS,
         unread=_unread_fields, canonical=_write_out, numbers=_layer_numbers,
-        iterate_logits=iterate_logits,
+        iterate_logits=iterate_logits, draws=lambda config, options: config.dropout > 0,
     )  # fmt: skip
 
 

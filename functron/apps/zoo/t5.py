@@ -653,7 +653,7 @@ def make_family() -> Family:
     return Family(
         "t5", "a T5", T5Config, PRESETS, defs, rules, loss, num_targets, flops_per_token,
         objective=MISSING_SPANS, free=("dropout", "init_factor", "vocab_multiple", "dtype"),
-        canonical=_write_out, respond=respond,
+        canonical=_write_out, respond=respond, draws=lambda config, options: config.dropout > 0,
     )  # fmt: skip
 
 
