@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from tests.ranks import environment
+from torch.distributed import run
+from torch.distributed.launcher.api import elastic_launch
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("machine-a", "machine-b")
@@ -49,22 +49,6 @@ ip link set lo up
 echo booted
 exec cat
 """
-
-
-@dataclass
-class Started:
-    """A command that was started on a machine, and the file of all that it prints."""
-
-    process: subprocess.Popen
-    log: Path
-
-    def wait(self, seconds: float) -> tuple[int, str]:
-        """Its exit code and what it printed; the test fails where it has not ended by then."""
-        try:
-            code = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"no end after {seconds} s: {self.log}\n{self.log.read_text()}")
-        return code, self.log.read_text()
 
 
 @dataclass
@@ -101,7 +85,6 @@ class Hosts:
         self.folder = folder
         self._run = run
         self._machines: list[subprocess.Popen] = []
-        self._started: list[Started] = []
         self._launched: list[Launched] = []
         self._user: list[str] = []
 
@@ -123,18 +106,19 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self, index: int, *command: object, **variables: str) -> Started:
-        """Run a command on a machine, in the shared folder."""
-        log = self.folder / f"command-{len(self._started)}.log"
+    def inside(self, index: int) -> list[str]:
+        """What runs the command that follows on a machine, in the shared folder."""
         inside = self._inside(index, "net", "uts", "ipc", "pid", "mount")
-        with log.open("w") as out:
-            process = subprocess.Popen(
-                [*inside, f"--wd={self.folder}", *map(str, command)],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                env=environment(ROOT) | variables,
-            )  # fmt: skip
-        self._started.append(Started(process, log))
-        return self._started[-1]
+        return [*inside, f"--wd={self.folder}"]
+
+    def list_processes(self, index: int) -> list[str]:
+        """The command lines of the Python processes of a machine."""
+        listed = subprocess.run(
+            [*self.inside(index), "ps", "-A", "-o", "stat=,args="],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        rows = [line.split(None, 1) for line in listed.stdout.splitlines()]
+        return [row[1] for row in rows if "python" in row[1] and not row[0].startswith("Z")]
 
     def launch(self, *arguments: object, nproc: int = 2) -> Launched:
         """Run ``functron *arguments`` by a launcher of torchrun on each machine."""
@@ -174,11 +158,9 @@ class Hosts:
         for machine in self._machines:
             machine.kill()  # and with it its child
             machine.communicate()
-        for one in self._started:
-            one.process.wait()
         for launched in self._launched:
             launched.thread.join()
-        self._machines, self._started, self._launched = [], [], []
+        self._machines, self._launched = [], []
 
     def _make(self) -> None:
         own = self.folder / "own"
@@ -240,11 +222,8 @@ def _run_launcher(folder: Path, first: int, as_user: bool, nproc: int, arguments
     os.dup2(log, 1)
     os.dup2(log, 2)
     for variable in [*os.environ]:
-        if variable.startswith(("TORCHELASTIC_", "MASTER_")) or "RANK" in variable or "WORLD_SIZE" in variable:
+        if re.match("TORCHELASTIC_|MASTER_|.*RANK$|.*WORLD_SIZE$", variable):
             del os.environ[variable]
-    from torch.distributed import run
-    from torch.distributed.launcher.api import elastic_launch
-
     options = ["--nnodes=2", f"--nproc-per-node={nproc}", "--rdzv-backend=c10d", "--rdzv-id=tests"]
     options += [f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}", "-m", "functron"]
     config, _, _ = run.config_from_args(run.parse_args([*options, *arguments]))
@@ -254,7 +233,7 @@ def _run_launcher(folder: Path, first: int, as_user: bool, nproc: int, arguments
 
 
 def _run_command(arguments: list[str]) -> None:
-    from functron.cli.main import main
+    from functron.cli.main import main  # after the import hook of conftest.py, in tests
 
     code = main(arguments)
     if code:

@@ -1,36 +1,146 @@
-import re
-import time
-import pytest
-from tests.hosts import Hosts
-SMALL = ["--data", re.__file__, "--seq", "16", "--model", "llama3-tiny", "--device", "cpu", "--global-batch", "8"]
+"""Runs over two machines: launched by torchrun on each, and what a network does to them."""
 
-def steps(out):
-    try: return (out/"metrics.jsonl").read_text().count("\n")
-    except OSError: return 0
-def until(cond, s=60):
-    t=time.time()
-    while not cond():
-        assert time.time()-t < s
-        time.sleep(0.1)
-@pytest.mark.parametrize("more", [["--hang-after", 3, "--timeout-seconds", 20], ["--hang-after", 0, "--timeout-seconds", 8]])
-@pytest.mark.parametrize("what", ["cut", "kill0", "kill1"])
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2","tp=2,dp=2"])
-def test_a(tmp_path, torchrun, what, more, mesh):
-    if mesh != "dp=2,tp=2" : pytest.skip()
-    t0 = time.time()
-    with Hosts(tmp_path, torchrun) as hosts:
-        one = hosts.launch("train", *SMALL, "--mesh", mesh, "--steps", 50000, "--out", tmp_path / "run", *more)
-        until(lambda: steps(tmp_path/"run")>3)
-        t = time.time()
-        print("started", t-t0)
-        hosts.cut() if what == "cut" else hosts.kill(int(what[-1]))
-        one.thread.join(100)
-        for i in range(2): print(what, more, i); print(re.sub(r".*step/s.*\r", "", one.read(i)))
-        try:
-            print([x[0] for x in one.wait(1)], time.time() - t)
-        finally:
-            for x in (tmp_path/"run").glob("events*"): print(x.read_text())
-            print(list((tmp_path/"run").glob("hangs/*")))
-            for n in ("machine-a", "machine-b"): 
-                p=one.folder/(n+".code")
-                if p.exists(): print(n, p.read_text(), p.stat().st_mtime - t)
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from functron.training import records
+from tests.hosts import ADDRESSES, NAMES, ROOT, Hosts
+from tests.ranks import environment
+
+pytestmark = pytest.mark.distributed
+
+SMALL = [
+    "--model", "llama3-tiny", "--data", re.__file__, "--seq", "16", "--global-batch", "8",
+    "--device", "cpu", "--steps", "6",
+]  # fmt: skip
+WATCHED = ["--steps", "100000", "--hang-after", "3", "--timeout-seconds", "30"]
+
+
+@pytest.fixture
+def hosts(tmp_path, torchrun):
+    with Hosts(tmp_path, torchrun) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The losses of one process."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    command = [sys.executable, "-m", "functron", "train", *SMALL, "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True, env=environment(ROOT), timeout=120)
+    return read_losses(out)
+
+
+def read_losses(out: Path) -> list[float]:
+    return [record["loss"] for record in records.read(out / "metrics.jsonl")]
+
+
+def await_steps(out: Path, number: int, seconds: float = 100) -> None:
+    """Wait until so many steps are recorded."""
+    until, file = time.monotonic() + seconds, out / "metrics.jsonl"
+    while not file.exists() or file.read_text().count("\n") < number:
+        assert time.monotonic() < until, f"no {number} steps in {seconds} s"
+        time.sleep(0.05)
+
+
+def test_they_train_as_one_process_and_one_machine_goes_on(hosts, alone, in_processes, tmp_path):
+    out = tmp_path / "run"
+    options = ["train", *SMALL, "--save-every", 3, "--out", out]
+    told = hosts.launch(*options, "--mesh", "dp=2,tp=2").wait(100)
+    assert [code for code, _ in told] == [0, 0], told
+    assert f"they meet at {NAMES[0]}, which other machines reach" in told[0][1]
+    assert read_losses(out) == pytest.approx(alone, rel=1e-5)
+    shutil.rmtree(out / "checkpoints" / "6")
+    in_processes(2, *options, "--mesh", "fsdp=2", "--resume", "auto")
+    assert read_losses(out) == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_cable_that_is_cut_is_named_on_both_sides(hosts, tmp_path):
+    out = tmp_path / "run"
+    launched = hosts.launch("train", *SMALL, *WATCHED, "--mesh", "dp=2,tp=2", "--out", out)
+    await_steps(out, 3)
+    hosts.cut()
+    began = time.monotonic()
+    for index in range(2):
+        # torch's launcher waits on for the store of the other machine
+        while len(hosts.list_processes(index)) > 1:
+            assert time.monotonic() < began + 60, launched.read(index)
+            time.sleep(0.2)
+        said = launched.read(index)
+        assert re.search(r"step \d+ hangs: .* did not come through at p\w+ over 'dp'", said), said
+        assert "look at the network of its machine" in said
+    (event,) = records.read(out / "events.jsonl")
+    assert (event["kind"], event["reason"], event["axis"]) == ("hang", "connection", "dp")
+
+
+def test_a_machine_whose_processes_die_ends_the_other(hosts, tmp_path):
+    out = tmp_path / "run"
+    launched = hosts.launch("train", *SMALL, *WATCHED, "--mesh", "dp=2,tp=2", "--out", out)
+    await_steps(out, 3)
+    hosts.kill(0)
+    (killed, _), (code, said) = launched.wait(60)
+    assert (killed, code) == (-9, 1)
+    assert re.search(r"LostRanksError: p\w+ over 'dp' .* lost the others", said), said
+    assert ADDRESSES[0] in said
+
+
+def test_a_slow_cable_is_seen_and_changes_no_loss(hosts, alone, tmp_path):
+    rate = 20_000_000  # bits per second
+    hosts.slow(rate)
+    file = tmp_path / "hardware.json"
+    options = ["--mesh", "dp=2,tp=2", "--largest-bytes", 1 << 16]
+    told = hosts.launch("doctor", *options, "--out", file).wait(100)
+    assert [code for code, _ in told] == [0, 0], told
+    found = json.loads(file.read_text())
+    assert {one["host"] for one in found["ranks"]} == {*NAMES}
+    print(json.dumps(found["links"])[:2000], told, file.with_suffix(".toml").read_text())
+    assert 0
+
+
+SRUN = """
+[ "$1" = --label ] && shift
+SLURM_PROCID=0 SLURM_NODEID=0 {0} "$@" & first=$!
+SLURM_PROCID=1 SLURM_NODEID=1 {1} "$@" & second=$!
+wait $first; code=$?
+wait $second || code=$?
+exit $code
+"""
+
+
+@pytest.mark.full  # the processes as above; the scripts as in tests/test_slurm.py
+def test_scripts_of_slurm_train_on_them(hosts, alone, tmp_path):
+    programs = {
+        "srun": SRUN.format(*(" ".join(hosts.inside(index)) for index in range(2))),
+        "scontrol": f'[ "$1" = show ] && printf "%s\\\\n" {" ".join(NAMES)}\n',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"\n',
+        "functron": f'exec {sys.executable} -m functron "$@"\n',
+    }
+    (tmp_path / "bin").mkdir()
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text("#!/bin/bash\n" + text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "test", "SLURM_NNODES": "2", "SLURM_NTASKS": "2",
+        "SLURM_JOB_NODELIST": "machine-[a-b]", "OUT": str(tmp_path / "run"), "RANKS": "2",
+        "MESH": "dp=2,fsdp=2",
+    }  # fmt: skip
+    for name, given in (("preflight", SMALL[:2] + SMALL[4:8]), ("many_nodes", SMALL)):
+        if name == "many_nodes":
+            shutil.rmtree(tmp_path / "run")
+        done = subprocess.run(
+            ["bash", str(ROOT / "examples" / "slurm" / f"{name}.sbatch"), *given], cwd=tmp_path,
+            capture_output=True, text=True, timeout=240, env=environment(ROOT) | variables,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert read_losses(tmp_path / "run") == pytest.approx(alone, rel=1e-5)
