@@ -242,11 +242,12 @@ def _run_command(arguments: list[str]) -> None:
 
 def _go_inside(first: int, as_user: bool) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    files = [open(f"/proc/{first}/ns/{name}") for name in [*["user"] * as_user, *OWN]]
-    for file in files:
-        if libc.setns(file.fileno(), 0):
-            raise OSError(ctypes.get_errno(), f"setns {file.name}")
-        file.close()
+    names = [*["user"] * as_user, *OWN]
+    # all are opened first: another /proc is seen from inside
+    for file in [os.open(f"/proc/{first}/ns/{name}", os.O_RDONLY) for name in names]:
+        if libc.setns(file, 0):
+            raise OSError(ctypes.get_errno(), "cannot go to another machine")
+        os.close(file)
 
 
 if __name__ == "__main__":
