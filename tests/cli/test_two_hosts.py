@@ -24,7 +24,7 @@ SMALL = [
     "--model", "llama3-tiny", "--data", re.__file__, "--seq", "16", "--global-batch", "8",
     "--device", "cpu", "--steps", "6",
 ]  # fmt: skip
-WATCHED = ["--steps", "100000", "--hang-after", "3", "--timeout-seconds", "30"]
+WATCHED = ["--steps", "100000", "--hang-after", "3", "--timeout-seconds", "120"]
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def read_losses(out: Path) -> list[float]:
     return [record["loss"] for record in records.read(out / "metrics.jsonl")]
 
 
-def await_steps(out: Path, number: int, seconds: float = 100) -> None:
+def await_steps(out: Path, number: int, seconds: float = 200) -> None:
     """Wait until so many steps are recorded."""
     until, file = time.monotonic() + seconds, out / "metrics.jsonl"
     while not file.exists() or file.read_text().count("\n") < number:
@@ -57,7 +57,7 @@ def await_steps(out: Path, number: int, seconds: float = 100) -> None:
 def test_they_train_as_one_process_and_one_machine_goes_on(hosts, alone, in_processes, tmp_path):
     out = tmp_path / "run"
     options = ["train", *SMALL, "--save-every", 3, "--out", out]
-    told = hosts.launch(*options, "--mesh", "dp=2,tp=2").wait(100)
+    told = hosts.launch(*options, "--mesh", "dp=2,tp=2").wait(200)
     assert [code for code, _ in told] == [0, 0], told
     assert f"they meet at {NAMES[0]}, which other machines reach" in told[0][1]
     assert read_losses(out) == pytest.approx(alone, rel=1e-5)
@@ -104,7 +104,7 @@ def test_a_slow_cable_is_measured(hosts, tmp_path):
     hosts.slow(RATE)
     file = tmp_path / "hardware.json"
     options = ["--mesh", "dp=2,tp=2", "--largest-bytes", 1 << 16]
-    told = hosts.launch("doctor", *options, "--out", file).wait(100)
+    told = hosts.launch("doctor", *options, "--out", file).wait(200)
     assert file.exists(), told  # the exit code says whether a rank is slow, as here one may be
     assert {one["host"] for one in json.loads(file.read_text())["ranks"]} == {*NAMES}
     machine = tomllib.loads(file.with_suffix(".toml").read_text())
@@ -121,13 +121,13 @@ def test_a_slow_cable_is_measured(hosts, tmp_path):
 def test_a_slow_cable_changes_no_loss(hosts, alone, tmp_path):
     hosts.slow(RATE)
     out = tmp_path / "run"
-    told = hosts.launch("train", *SMALL, "--mesh", "dp=2,tp=2", "--out", out).wait(100)
+    told = hosts.launch("train", *SMALL, "--mesh", "dp=2,tp=2", "--out", out).wait(200)
     assert [code for code, _ in told] == [0, 0], told
     assert read_losses(out) == pytest.approx(alone, rel=1e-5)
 
 
 SRUN = """
-[ "$1" = --label ] && shift
+while [[ "$1" == --* ]]; do shift; done
 SLURM_PROCID=0 SLURM_NODEID=0 {0} "$@" & first=$!
 SLURM_PROCID=1 SLURM_NODEID=1 {1} "$@" & second=$!
 wait $first; code=$?
@@ -151,15 +151,20 @@ def test_scripts_of_slurm_train_on_them(hosts, alone, tmp_path):
     variables = {
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NAME": "test", "SLURM_NNODES": "2", "SLURM_NTASKS": "2",
-        "SLURM_JOB_NODELIST": "machine-[a-b]", "OUT": str(tmp_path / "run"), "RANKS": "2",
-        "MESH": "dp=2,fsdp=2",
+        "SLURM_JOB_NODELIST": "machine-[a-b]",
     }  # fmt: skip
-    for name, given in (("preflight", SMALL[:2] + SMALL[4:8]), ("many_nodes", SMALL)):
-        if name == "many_nodes":
-            shutil.rmtree(tmp_path / "run")
+
+    def sbatch(name: str, *given: str, **more: str) -> None:
+        script = ROOT / "examples" / "slurm" / f"{name}.sbatch"
         done = subprocess.run(
-            ["bash", str(ROOT / "examples" / "slurm" / f"{name}.sbatch"), *given], cwd=tmp_path,
-            capture_output=True, text=True, timeout=240, env=environment(ROOT) | variables,
+            ["bash", str(script), *given], cwd=tmp_path, capture_output=True, text=True,
+            timeout=240, env=environment(ROOT) | variables | more,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-    assert read_losses(tmp_path / "run") == pytest.approx(alone, rel=1e-5)
+
+    look, run = tmp_path / "look", tmp_path / "run"
+    # of more than two ranks one may be found to be slow, where few processors run them all
+    sbatch("preflight", *SMALL[:2], *SMALL[4:-2], OUT=str(look), RANKS="1", MESH="dp=2")
+    assert len(read_losses(look)) == 10
+    sbatch("many_nodes", *SMALL, OUT=str(run), RANKS="2")  # dp=2,fsdp=2
+    assert read_losses(run) == pytest.approx(alone, rel=1e-5)
