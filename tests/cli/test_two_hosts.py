@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from functron.cli.main import main
 from functron.training import records
 from tests.hosts import ADDRESSES, NAMES, ROOT, Hosts
 from tests.ranks import environment
@@ -37,8 +38,7 @@ def hosts(tmp_path, torchrun):
 def alone(tmp_path_factory):
     """The losses of one process."""
     out = tmp_path_factory.mktemp("alone") / "run"
-    command = [sys.executable, "-m", "functron", "train", *SMALL, "--out", str(out)]
-    subprocess.run(command, check=True, capture_output=True, env=environment(ROOT), timeout=120)
+    assert main(["train", *SMALL, "--out", str(out)]) == 0
     return read_losses(out)
 
 
