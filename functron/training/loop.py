@@ -717,7 +717,7 @@ def exit_code(stopped_by: int | None) -> int:
 
 
 def end_process(text: str, first: bool) -> None:
-    """End this process for a hang with `HANG_CODE`, and the first one of them says why."""
+    """End this process for a hang with `HANG_CODE`; the first one of each machine says why."""
     if first:
         print(f"functron: {text}", file=sys.stderr, flush=True)
     os._exit(HANG_CODE)  # other threads are blocked: nothing is waited for

@@ -3,7 +3,7 @@
 A thread of each process listens to the loop, which names its phases as it goes. After silence each
 rank writes what it waits for into the run folder, `HANGS`: the collective, its line and its place
 in the step, the stacks of all threads, and from which ranks it still hears. From these reports the
-`verdict` follows, a pure function; the first rank that has it says it, and all end with the exit
+`verdict` follows, a pure function; one rank of each machine says it, and all end with the exit
 code 124 long before a collective would give up. Nothing needs a blocked thread, a process group
 that the run uses, or the machine of rank 0.
 """
@@ -347,7 +347,8 @@ class Watchdog:
         patience: seconds of silence in a phase that takes long.
         fresh: whether a step, by its number, is the first of its kind, which compiles.
         peers: a process group of this thread's own, to hear others by; None: nobody is heard.
-        end: called once with the verdict's text, and whether this process is the one to say it.
+        end: called once with the verdict's text, and whether this process is the one of its machine
+            to say it.
     """
 
     out: Path
@@ -443,7 +444,7 @@ class Watchdog:
             if not hangs and (silent < self.hang_after / 2 or not self._reports()):
                 continue
             if (self.folder / VERDICT).exists():  # this process was stopped meanwhile
-                self.end(self._read_first_report(), False)
+                self.end(self._read_first_report(), self._speaks())
                 return
             found = self._find_verdict()
             if found is not None:
@@ -573,8 +574,7 @@ class Watchdog:
 
     def _end(self, found: Verdict) -> None:
         text = f"{found.text}\n  - reports of all ranks: {self.folder}"
-        first = self._claim()
-        if first:
+        if self._claim(VERDICT):
             at = found.at or {}
             about = {name: at.get(name) for name in ("op", "axis", "ordinal", "line")}
             one = found.ranks[0] if len(found.ranks) == 1 else None
@@ -587,12 +587,16 @@ class Watchdog:
             text = self._read_first_report() or text
         for rank in found.ranks if found.reason == "silent" else ():
             self._wake(self.places[rank])
-        self.end(text, first)
+        self.end(text, self._speaks())
 
-    def _claim(self) -> bool:
-        """Whether this is the process that says it: the first one that comes."""
+    def _speaks(self) -> bool:
+        """Whether this process is the one of its machine to say it: each has a log of its own."""
+        return self._claim(f"said-on-{self.places[self.rank].host}")
+
+    def _claim(self, name: str) -> bool:
+        """Whether this is the first process that comes with this name."""
         try:
-            (self.folder / VERDICT).open("x").close()
+            (self.folder / name).open("x").close()
         except FileExistsError:
             return False
         except OSError:

@@ -292,7 +292,7 @@ class Measurement:
                     str(len(link.groups)),
                     str(len(link.groups[0])),
                     f"{link.latency_seconds * 1e6:,.0f} us",
-                    f"{link.bytes_per_second / 1e9:,.2f} GB/s",
+                    _format_rate("", link.bytes_per_second),
                 ]
                 for link in self.links
             ]
@@ -378,7 +378,10 @@ def _format_rate(name: str, rate: float | None) -> str:
         return ""
     if name == "operations":
         return f"{rate:,.0f} /s"
-    return f"{rate / 1e12:,.2f} TFLOP/s" if "matmul" in name else f"{rate / 1e9:,.2f} GB/s"
+    if "matmul" in name:
+        return f"{rate / 1e12:,.2f} TFLOP/s"
+    # networks of 1 Gbit/s and less are told apart too
+    return f"{rate / 1e9:,.2f} GB/s" if rate >= 1e8 else f"{rate / 1e6:,.2f} MB/s"
 
 
 # --- measuring
