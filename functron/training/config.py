@@ -147,7 +147,7 @@ class ComputeConfig:
         compile: compile the step with Inductor, before the first one.
         cuda_graph: launch a compiled step as one CUDA graph, from the third step on.
         deterministic: bitwise reproducible results on a GPU, as on CPUs, by torch's deterministic
-            algorithms, some of which are slower (backward of attention and embeddings, scatters);
+            algorithms, some of which are slower (backward of attention, scatters);
             an operation without one is an error.
         device: cpu, cuda, or auto: cuda if available.
     """

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import functron as ft
 from functron.ops.moe import SUM_ROWS, look_up
+from functron.program.memory import memory
 from tests.kernels.conformance import Case, conform
 from tests.kernels.emulator import emulated
 
@@ -136,6 +138,37 @@ def test_maps_of_gradients(mapped):
         )  # of each row, times how often it is read
         counts = (one[1] == torch.arange(5)[:, None]).sum(1, keepdim=True)
         torch.testing.assert_close(found[i], wanted * counts, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("embed", ["vocabulary", "positions"])
+def test_traced_and_compiled_gradients_of_embeddings(embed):
+    """One operation, whose memory is promised, and whose bits are those of the uncompiled program."""
+    rows, dim, seq = 40, 16, 24
+    table, x = draw(rows, dim, dtype=torch.bfloat16), draw(8, seq, dim, dtype=torch.bfloat16)
+    tokens = ids_of(8 * seq, rows, "drawn").view(8, seq)
+
+    def loss(table, tokens, x):
+        if embed == "vocabulary":
+            return (ft.nn.embed_tokens(table, tokens, stream=ft.P()) * x).float().sum()
+        return (ft.nn.add_positions(x, table, stream=ft.P()).float() * x.float()).sum()
+
+    gradient = ft.grad(loss)
+    program = ft.trace(gradient)(table, tokens, x)
+    names = [equation.name for equation in program.block.equations]
+    assert names.count("sum_rows") == 1
+    assert "embedding_dense_backward" not in names
+    (moment,) = [m for m in memory(program).timeline if m.equation == "sum_rows"]
+    count = tokens.numel() if embed == "vocabulary" else seq
+    given = table.nbytes + tokens.nbytes + x.nbytes
+    # ids and their order twice, sums of one row in 16 in float32, the rows, and what they are of
+    assert moment.total >= given + 4 * 8 * count + count // 16 * dim * 4 + (rows + count) * dim * 2
+    wanted = gradient(table, tokens, x)
+    ids = tokens.flatten() if embed == "vocabulary" else torch.arange(seq)
+    each = x.flatten(0, 1) if embed == "vocabulary" else x.float().sum(0).bfloat16()
+    assert_rounded(wanted, each, ids, rows)
+    compiled = ft.jit(gradient)
+    for _ in range(2):
+        assert torch.equal(compiled(table, tokens, x), wanted)
 
 
 CASES = [
