@@ -13,6 +13,7 @@ same; in its derivative, too, sums are in float32, in the order of tokens, and r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -671,26 +672,26 @@ def _sum_mapped(size: int, in_dims: tuple, args: tuple, op: Callable) -> Any:
     return sums.unflatten(0, (size, rows)), 0
 
 
-def _sum_rows(x: Tensor, ids: Tensor, rows: int) -> Tensor:
-    backward = torch.ops.aten.embedding_dense_backward
+def _put_sums_(y: Tensor, x: Tensor, ids: Tensor) -> None:
+    real = _is_row(ids, y.shape[0])
+    if not real.all():
+        x, ids = x[real], ids[real]
     if upcast(x[:0]).dtype == x.dtype:
-        ids = torch.where(_is_row(ids, rows), ids, rows)
-        return backward(x, ids, rows, rows, False)
+        y.index_add_(0, ids, x)
+        return
     # float32 rows of those that there are alone
     present, places = torch.unique(ids, return_inverse=True)
-    sums = backward(upcast(x), places, present.shape[0], -1, False).to(x.dtype)
-    real = _is_row(present, rows)
-    return x.new_zeros(rows, x.shape[1]).index_copy_(0, present[real], sums[real])
+    sums = upcast(x[:0]).new_zeros(present.shape[0], x.shape[1]).index_add_(0, places, upcast(x))
+    y.index_copy_(0, present, sums.to(x.dtype))
 
 
-def _sum_rows_kernel(launch: Launch, x: Tensor, ids: Tensor, rows: int) -> Tensor:
+def _put_sums_kernel(launch: Launch, y: Tensor, x: Tensor, ids: Tensor) -> None:
     if x.dtype not in TYPES or (x.is_cuda and usable(x.device) is not None):
-        return _sum_rows(x, ids, rows)
+        return _put_sums_(y, x, ids)
     x = rows_of(x)
-    count, dim = x.shape
-    y = x.new_zeros(rows, dim)
+    (rows, dim), count = y.shape, x.shape[0]
     if not (count and dim and rows):
-        return y
+        return None
     ids, order = torch.sort(ids, stable=True)
     chunks, packed = -(-count // _SUM_CHUNK), int(packable(dim, x, y))
     parts = x.new_empty(2 * chunks, dim, dtype=torch.float32)
@@ -700,17 +701,29 @@ def _sum_rows_kernel(launch: Launch, x: Tensor, ids: Tensor, rows: int) -> Tenso
         "sum_rows", "sum_chunks", grid, _THREADS,
         x, order, ids, y, parts, count, rows, dim, x.stride(0), packed, defines=defines,
     )  # fmt: skip
-    launch(
+    return launch(
         "sum_rows", "finish", grid, _THREADS,
         ids, y, parts, count, rows, dim, packed, defines=defines,
     )  # fmt: skip
+
+
+def _made(put: Callable, x: Tensor, ids: Tensor, rows: int) -> Tensor:
+    y = x.new_zeros(rows, x.shape[1])
+    put(y, x, ids)
     return y
 
 
+PUT_ROW_SUMS_ = define(
+    "put_row_sums_(Tensor(a!) y, Tensor x, Tensor ids) -> ()",
+    kernel=_put_sums_kernel,
+    reference=_put_sums_,
+)
+"""`SUM_ROWS` into zeros, y, which is contiguous: for compiled programs, which know its memory."""
+
 SUM_ROWS = define(
     "sum_rows(Tensor x, Tensor ids, int rows) -> Tensor",
-    kernel=_sum_rows_kernel,
-    reference=_sum_rows,
+    kernel=lambda launch, *args: _made(partial(_put_sums_kernel, launch), *args),
+    reference=partial(_made, _put_sums_),
     fake=lambda x, ids, rows: x.new_empty(rows, x.shape[1]),
     batch=_sum_mapped,
     gradient=Gradient(

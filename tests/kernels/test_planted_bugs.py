@@ -63,7 +63,7 @@ RUNS = {
         partial(norms._backward_kernel, "rms_norm", norms._rms_moments),
         (draw(40, 64), None, draw(40, 64, seed=1), draw(64), draw(40).abs(), 1e-5, False),
     ),
-    "rows of a table": Run(moe._sum_rows_kernel, (draw(70, 9), torch.arange(70) // 50, 2)),
+    "rows of a table": Run(moe.SUM_ROWS.kernel, (draw(70, 9), torch.arange(70) // 50, 2)),
     "squares": Run(foreach._kernel, (draw(1, 70_000),)),
     "quantise": Run(
         quantise._format_kernel,
