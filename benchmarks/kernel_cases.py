@@ -17,7 +17,15 @@ from functron.ops.adamw import ADAMW_
 from functron.ops.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD_
 from functron.ops.foreach import SUM_OF_SQUARES
 from functron.ops.glu import GLU, GLU_BACKWARD, GLU_BACKWARD_AGAIN, GLU_PACKED_BACKWARD_AGAIN
-from functron.ops.moe import PERMUTE, ROUTER, ROUTER_BACKWARD, SORT, UNPERMUTE, UNPERMUTE_BACKWARD
+from functron.ops.moe import (
+    PERMUTE,
+    ROUTER,
+    ROUTER_BACKWARD,
+    SORT,
+    SUM_ROWS,
+    UNPERMUTE,
+    UNPERMUTE_BACKWARD,
+)
 from functron.ops.norms import (
     ADD_RMS_NORM,
     LAYER_NORM,
@@ -262,6 +270,19 @@ def sum_of_squares(g: Given) -> Case:
     return Case(SUM_OF_SQUARES, args, shape_of(x), nbytes(x), builtin=builtin)
 
 
+def sum_rows(g: Given) -> Case:
+    """The gradient of an embedding; half of the tokens are of a few rows."""
+    x, vocab = g.normal(g.sizes.tokens, g.sizes.dim // 2), g.sizes.vocab
+    share = g.normal(g.sizes.tokens, dtype=torch.float32).abs().clamp(max=1) ** 3
+    ids = (share * (vocab - 1)).long()
+    floor = nbytes(x, ids) + nbytes(x[:1]) * vocab
+
+    def builtin() -> torch.Tensor:
+        return torch.ops.aten.embedding_dense_backward(x, ids, vocab, -1, False)
+
+    return Case(SUM_ROWS, (x, ids, vocab), f"{shape_of(x)}, V = {vocab}", floor, builtin)
+
+
 def quantise(g: Given, text: str, columns: bool = False) -> Case:
     """Of rows, or of a matrix that lies column by column, whose transpose is read."""
     form = QuantisedFormat.parse(text)
@@ -399,6 +420,7 @@ CASES: Mapping[str, Callable[[Given], Case]] = MappingProxyType(
         "quantise 128x128": functools.partial(quantise, text="e4m3@128x128"),
         "quantise MX 1x32": functools.partial(quantise, text="e4m3@1x32"),
         "quantise by tensor": functools.partial(quantise, text="e4m3@tensor"),
+        "sum_rows": sum_rows,
         "moe_router": moe_router,
         "moe_router backward": moe_router_backward,
         "moe_sort": moe_sort,

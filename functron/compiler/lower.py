@@ -210,6 +210,13 @@ def _lower_equation(
     if is_statement(equation):
         nodes[equation.results[0]] = args[0]
         return
+    if equation.name == "sum_rows":  # into memory that the compiler knows, and uses again
+        x, ids, _ = args
+        like = equation.results[0]
+        made = {"dtype": like.dtype, "device": like.device}
+        nodes[like] = graph.call_function(_aten.full.default, (list(like.shape), 0), made)
+        graph.call_function(torch.ops.functron.put_row_sums_.default, (nodes[like], x, ids))
+        return
     if equation.op is _aten._foreach_norm.Scalar and args[1:2] in ((), (2,)):
         for value, x in zip(equation.outputs, args[0], strict=True):
             if value is not None:

@@ -29,6 +29,7 @@ from functron.core.typing import Float, Int, Key, Tensor
 from functron.ops.cross_entropy import check_ids
 from functron.ops.glu import glu, glu_linear, halves
 from functron.ops.grouped_matmul import grouped_matmul
+from functron.ops.moe import look_up
 from functron.ops.norms import (
     ADD_LAYER_NORM,
     ADD_RMS_NORM,
@@ -318,12 +319,10 @@ def embed_tokens(
     whole = table.shape[0] * lax.axis_size(axis) if vocab_size is None else vocab_size
     check_ids(tokens, "tokens", whole)
     rows = tokens - lax.axis_index(axis) * table.shape[0]
-    here = (rows >= 0) & (rows < table.shape[0])
-    found = F.embedding(rows.clamp(0, table.shape[0] - 1), table)
+    found = look_up(table, rows, whole=lax.axis_size(axis) == 1)
     if scale != 1:
         found = found * torch.full((), scale, dtype=found.dtype, device=found.device)
-    zero = torch.zeros((), dtype=found.dtype, device=found.device)
-    return reduce_partial(torch.where(here.unsqueeze(-1), found, zero), stream, axis)
+    return reduce_partial(found, stream, axis)
 
 
 def stream_positions(
@@ -359,7 +358,7 @@ def add_positions(
 
     The table is replicated; x has spec `stream`, and positions are as in `stream_positions`.
     """
-    return x + F.embedding(stream_positions(x, stream, positions), table)
+    return x + look_up(table, stream_positions(x, stream, positions), whole=True)
 
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]

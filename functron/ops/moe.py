@@ -5,18 +5,28 @@ expert. `PERMUTE` and `ADD_ROWS` are each other's transposes, as `functron.spmd.
 and `add_rows` are; `UNPERMUTE` is the latter with weights. All are gathers, in both directions.
 Sums are in float32 (float64 where rows are), in the order of a token's choices, and rounded once to
 the rows' dtype.
+
+`look_up` reads rows of a table, such as embeddings, of which any number of tokens may have the
+same; in its derivative, too, sums are in float32, in the order of tokens, and rounded once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+from torch.nn import functional as F
 
+from functron.core import compat
+from functron.core.compat import Function
 from functron.core.errors import nearest
 from functron.core.typing import Tensor
+from functron.ops.launch import usable
 from functron.ops.operations import (
+    PACK_BYTES,
+    TYPES,
     Gradient,
     Launch,
     Op,
@@ -30,6 +40,7 @@ from functron.ops.operations import (
     type_name,
     upcast,
 )
+from functron.program.recorder import keeper
 from functron.spmd.ragged import inverse, pick, shift_indices
 
 _THREADS = 128
@@ -551,3 +562,174 @@ ROUTER = define(
     ),
 )
 """`moe_router`, with numbers for what it names."""
+
+
+_SUM_CHUNK = 32  # as in kernels/sum_rows.cu
+
+
+def look_up(table: Tensor, ids: Tensor, *, whole: bool = False) -> Tensor:
+    """``table[ids]``, and zeros for ids that are no row of the table, such as other ranks' rows.
+
+    Backward is one operation, ``functron::sum_rows``: deterministic, in torch's and in compiled
+    programs, where that of `torch.nn.functional.embedding` becomes atomic additions to a float32
+    table. It needs the table's gradient, and beside it float32 rows, one for 16 ids.
+
+    Args:
+        table: ``[rows, dim]``, floating point.
+        ids: int64, of any shape.
+        whole: all are rows of the table, which `torch.nn.functional.embedding` sees to.
+
+    Returns:
+        ``[*ids.shape, dim]``. Differentiable any number of times; no collectives.
+    """
+    if keeper() is not None or compat.pushing_forward():  # torch's, which has all derivatives
+        return _LookUp.forward(table, ids, table.shape[0], whole)
+    return _look_up(table, ids, whole)
+
+
+def _look_up(table: Tensor, ids: Tensor, whole: bool) -> Any:
+    return _LookUp.apply(table, ids, table.shape[0], whole)
+
+
+compat.allow_in_graph(_look_up)
+
+
+def _is_row(ids: Tensor, rows: int) -> Tensor:
+    return (ids >= 0) & (ids < rows)
+
+
+def _fold_ids(ids: Tensor, dim: int | None, size: int, rows: int) -> Tensor:
+    """Ids into `size` tables as ids into their concatenation."""
+    ids = leading(ids, dim, size)
+    return shift_indices(torch.where(_is_row(ids, rows), ids, -1), rows)
+
+
+class _Rows(Function):
+    """A look-up or its transpose, of (x, ids, the number of rows, whole): linear in x."""
+
+    generate_vmap_rule = False
+    transpose: type[_Rows]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ids, *ctx.rest = inputs
+        ctx.save_for_backward(ids)
+        ctx.save_for_forward(ids)
+        ctx.set_materialize_grads(False)
+
+    @classmethod
+    def backward(cls, ctx, *cotangents) -> Any:
+        (given,), (ids,) = cotangents, map(compat.unwrap_if_dead, ctx.saved_tensors)
+        moved = None if given is None else cls.transpose.apply(given, ids, *ctx.rest)
+        return moved, None, None, None
+
+    @classmethod
+    def jvp(cls, ctx, *tangents) -> Any:
+        compat.refuse_nested_jvp()
+        (ids,), x = ctx.saved_tensors, tangents[0]
+        return None if x is None else cls.apply(x, ids, *ctx.rest)
+
+
+class _LookUp(_Rows):
+    @staticmethod
+    def forward(table, ids, rows, whole):
+        if whole:
+            return F.embedding(ids, table)
+        if not rows:
+            return table.new_zeros(*ids.shape, table.shape[1])
+        found = F.embedding(ids.clamp(0, rows - 1), table)
+        zero = torch.zeros((), dtype=table.dtype, device=table.device)
+        return torch.where(_is_row(ids, rows).unsqueeze(-1), found, zero)
+
+    @staticmethod
+    def vmap(info, in_dims, table, ids, rows, whole) -> Any:
+        if in_dims[0] is None:
+            return _LookUp.apply(table, ids.movedim(in_dims[1], 0), rows, whole), 0
+        ids = _fold_ids(ids, in_dims[1], info.batch_size, rows)
+        table = table.movedim(in_dims[0], 0).flatten(0, 1)
+        return _LookUp.apply(table, ids, table.shape[0], whole), 0
+
+
+class _SumRows(_Rows):
+    transpose = _LookUp
+
+    @staticmethod
+    def forward(x, ids, rows, whole):
+        return SUM_ROWS.raw(x.flatten(0, -2), ids.flatten(), rows)
+
+    @staticmethod
+    def vmap(info, in_dims, *args) -> Any:
+        return _sum_mapped(info.batch_size, in_dims, args, _SumRows.apply)
+
+
+_LookUp.transpose = _SumRows
+
+
+def _sum_mapped(size: int, in_dims: tuple, args: tuple, op: Callable) -> Any:
+    x, ids, rows, *rest = args
+    x, ids = leading(x, in_dims[0], size), _fold_ids(ids, in_dims[1], size, rows)
+    sums = op(x.flatten(0, 1), ids.flatten(0, 1), size * rows, *rest)
+    return sums.unflatten(0, (size, rows)), 0
+
+
+def _put_sums_(y: Tensor, x: Tensor, ids: Tensor) -> None:
+    real = _is_row(ids, y.shape[0])
+    if not real.all():
+        x, ids = x[real], ids[real]
+    if upcast(x[:0]).dtype == x.dtype:
+        y.index_add_(0, ids, x)
+        return
+    # float32 rows of those that there are alone
+    present, places = torch.unique(ids, return_inverse=True)
+    sums = upcast(x[:0]).new_zeros(present.shape[0], x.shape[1]).index_add_(0, places, upcast(x))
+    y.index_copy_(0, present, sums.to(x.dtype))
+
+
+def _put_sums_kernel(launch: Launch, y: Tensor, x: Tensor, ids: Tensor) -> None:
+    if x.dtype not in TYPES or (x.is_cuda and usable(x.device) is not None):
+        return _put_sums_(y, x, ids)
+    x = rows_of(x)
+    (rows, dim), count = y.shape, x.shape[0]
+    if not (count and dim and rows):
+        return None
+    ids, order = torch.sort(ids, stable=True)
+    chunks, packed = -(-count // _SUM_CHUNK), int(packable(dim, x, y))
+    parts = x.new_empty(2 * chunks, dim, dtype=torch.float32)
+    grid = chunks, -(-dim // (_THREADS * (PACK_BYTES // x.element_size())))
+    defines = {"ELEMENT": type_name(x, "sum_rows")}
+    launch(
+        "sum_rows", "sum_chunks", grid, _THREADS,
+        x, order, ids, y, parts, count, rows, dim, x.stride(0), packed, defines=defines,
+    )  # fmt: skip
+    return launch(
+        "sum_rows", "finish", grid, _THREADS,
+        ids, y, parts, count, rows, dim, packed, defines=defines,
+    )  # fmt: skip
+
+
+def _made(put: Callable, x: Tensor, ids: Tensor, rows: int) -> Tensor:
+    y = x.new_zeros(rows, x.shape[1])
+    put(y, x, ids)
+    return y
+
+
+PUT_ROW_SUMS_ = define(
+    "put_row_sums_(Tensor(a!) y, Tensor x, Tensor ids) -> ()",
+    kernel=_put_sums_kernel,
+    reference=_put_sums_,
+)
+"""`SUM_ROWS` into zeros, y, which is contiguous: for compiled programs, which know its memory."""
+
+SUM_ROWS = define(
+    "sum_rows(Tensor x, Tensor ids, int rows) -> Tensor",
+    kernel=lambda launch, *args: _made(partial(_put_sums_kernel, launch), *args),
+    reference=partial(_made, _put_sums_),
+    fake=lambda x, ids, rows: x.new_empty(rows, x.shape[1]),
+    batch=_sum_mapped,
+    gradient=Gradient(
+        save=lambda args, outputs: args[1:2],
+        backward=lambda saved, cotangents: (look_up(cotangents[0], saved[0]), None, None),
+    ),
+)
+"""y[v] = sum of x[n] over n with ids[n] = v, without those that are no row of y. Of x [N, D] and
+int64 ids [N], y [rows, D]. On a GPU by a stable sort of the ids."""

@@ -30,6 +30,7 @@ from functron.optim.low_precision import (
     StochasticState,
     coding_of,
     dequantise,
+    is_low,
     kernel_roundings,
     quantisable,
     quantise,
@@ -46,6 +47,7 @@ from functron.optim.schedules import (
 )
 from functron.optim.transformation import (
     GradientTransformation,
+    Norm,
     keep_dtypes,
     keep_specs,
     map_to_trees,
@@ -219,6 +221,7 @@ def in_one_pass(
     copies: tree.Tree = 1,
     shards: tree.Tree = None,
     defs: tree.Tree = None,
+    widens: bool = False,
 ) -> GradientTransformation:
     """AdamW and the transformations around it, whose `step_` is one pass over memory by the kernel.
 
@@ -234,17 +237,35 @@ def in_one_pass(
         specs, copies: as in `clip_by_global_norm`; None: from `bind`.
         shards: as in `zero`; None: without it.
         defs: as in `with_stochastic_rounding`.
+        widens: `composed` as well is to take gradients in low precision for float32 ones, as the
+            kernel does.
     """
     seen = specs if shards is None else shards
 
+    def wide(grads, extra):
+        """Float32 gradients, and their norm, if it is known of these."""
+        if not widens or not any(map(is_low, tree.leaves(grads))):
+            return grads, extra
+        norm, own = extra.get("norm"), tree.map(lambda g: g.float() if is_low(g) else g, grads)
+        known = norm.known_of(grads) if isinstance(norm, Norm) else norm
+        return own, extra | ({"norm": Norm.taken(known, own)} if known is not None else {})
+
+    def update(updates, state, params=None, **extra):
+        updates, extra = wide(updates, extra)
+        return composed.update(updates, state, params, **extra)
+
+    def by_parts(grads, state, params, extra):
+        grads, extra = wide(grads, extra)
+        return composed.step_(grads, state, params, **extra)
+
     def step_(grads, state, params, **extra):
         if max_norm and len(state) != 2:
-            return composed.step_(grads, state, params, **extra)  # which says what is wrong
+            return by_parts(grads, state, params, extra)  # which says what is wrong
         *before, around = state if max_norm else (state,)
         rounds = isinstance(around, StochasticState)
         adam, decay, schedule = getattr(around, "inner", around)
         if not _takes(rule.kernels, _columns(grads, adam, params)):
-            return composed.step_(grads, state, params, **extra)
+            return by_parts(grads, state, params, extra)
         factor = rounding = None
         if max_norm:
             norm = find_norm(grads, extra.get("norm"), seen, copies, kernels=rule.kernels)
@@ -257,7 +278,7 @@ def in_one_pass(
             _columns(grads, adam, mine)
         )
         if cannot or (rounds and rounding is None):
-            return composed.step_(grads, state, params, **extra)
+            return by_parts(grads, state, params, extra)
         decays = [rule.weight_decay if flag else 0.0 for flag in mask_leaves(rule.mask, mine)]
         steps, *later = incremented([adam.count] if count is None else [adam.count, count])
         mine, mu, nu, masters = fused_adamw_(
@@ -281,10 +302,10 @@ def in_one_pass(
         given = (known, counts) if specs is None else (specs, copies)
         return in_one_pass(
             bound, rule, max_norm=max_norm, specs=given[0], copies=given[1], shards=shards,
-            defs=defs,
+            defs=defs, widens=widens,
         )  # fmt: skip
 
-    return composed._replace(step_=step_, bind=bind)
+    return composed._replace(update=update, step_=step_, bind=bind, widens=widens)
 
 
 @public

@@ -789,7 +789,8 @@ def make_optimizer(
     if config.clip_norm:
         inner = chain(clip_by_global_norm(config.clip_norm, seen, copies, kernels=kernels), inner)
     if rule is not None:
-        around = {"specs": specs, "copies": copies, "shards": shards, "defs": defs}
+        wide = "float32" in (config.grad_dtype, config.reduce_dtype)
+        around = {"specs": specs, "copies": copies, "shards": shards, "defs": defs, "widens": wide}
         inner = in_one_pass(inner, rule, max_norm=config.clip_norm, **around)
     if config.skip_nonfinite:
         inner = apply_if_finite(inner, config.skip_nonfinite, specs=seen)

@@ -391,7 +391,7 @@ def _step_where(
         state_specs,
         step_=step_,
         grad_specs=inner.grad_specs,
-    )._replace(bind=bind)
+    )._replace(bind=bind, widens=inner.widens)
 
 
 def _select(flag: torch.Tensor, chosen: tree.Tree, other: tree.Tree) -> tree.Tree:

@@ -85,6 +85,7 @@ class _Functions(NamedTuple):
     grad_specs: Callable[[tree.Tree], tree.Tree] = lambda param_specs: param_specs
     bind: Callable[..., GradientTransformation | None] | None = None
     elementwise: bool = False
+    widens: bool = False
 
 
 class GradientTransformation(_Functions):
@@ -114,6 +115,8 @@ class GradientTransformation(_Functions):
         elementwise: whether each element of the update and of the state depends only on the same
             element of parameter, gradient and state, besides counters and the leaf's path. Then
             shards of leaves give shards of the results. False: it does not, or it is not known.
+        widens: whether gradients in low precision have the effect of their float32 copies, which a
+            caller then need not make.
     """
 
     __slots__ = ()

@@ -25,6 +25,7 @@ from functron.nn import context
 from functron.ops import Op
 from functron.ops import attention as attention_ops
 from functron.ops.glu import GLU, GLU_PACKED
+from functron.ops.moe import look_up
 from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from functron.partitioning.placement import Digits, Sizes
 from functron.program.equations import Equation
@@ -354,9 +355,13 @@ def embedding(site: EquationSite, weight, ids, padding_idx=-1, *args, **kwargs):
     Counts of ids are those of all ranks where gradients are scaled by them: then nothing is split.
     """
     letters = site.operands[0][0]
-    if not site.names(letters):
+    if any((*args, *kwargs.values())):
         return site.op(weight, ids, padding_idx, *args, **kwargs)
-    rows = _look_up(site, letters[0], ids, lambda here: F.embedding(here, weight), after=1)
+    if not site.names(letters):
+        rows = look_up(weight, ids, whole=True)
+    else:
+        local, here = site.local(ids, letters[0])
+        rows = look_up(weight, torch.where(here, local, -1))
     if padding_idx < 0:
         return rows
     return torch.where((ids == padding_idx).unsqueeze(-1), lax.stop_gradient(rows), rows)

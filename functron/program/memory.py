@@ -131,6 +131,9 @@ def scratch_bytes(equation: Equation) -> int:
     """Memory that an operation needs besides its operands and results."""
     if equation.op is _aten.logsumexp.default:  # torch exponentiates a copy
         return equation.operands[0].nbytes
+    if equation.name == "sum_rows":  # ids are sorted, and some sums begin in other rows
+        x, ids = equation.operands
+        return 4 * ids.nbytes + x.size // 4
     return 0
 
 

@@ -149,7 +149,7 @@ class ComputeConfig:
             optimizer.offload, SOAP, or experts without a capacity that ranks divide.
         cuda_graph: launch a compiled step as one CUDA graph, from the third step on.
         deterministic: bitwise reproducible results on a GPU, as on CPUs, by torch's deterministic
-            algorithms, some of which are slower (backward of attention and embeddings, scatters);
+            algorithms, some of which are slower (backward of attention, scatters);
             an operation without one is an error.
         device: cpu, cuda, or auto: cuda if available.
     """

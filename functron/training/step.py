@@ -168,6 +168,15 @@ also given to the optimizer, which then does not compute it again.
 """
 
 
+class _NormMetric(NamedTuple):
+    """A metric of norms, which gradients in low precision have in common with float32 copies."""
+
+    measure: Metric
+
+    def __call__(self, seen: Seen) -> Mapping[str, Any]:
+        return self.measure(seen)
+
+
 @public
 def grad_norm(seen: Seen) -> Mapping[str, Any]:
     """``grad_norm``, the 2-norm of all gradients together, before clipping: `optim.global_norm`."""
@@ -187,7 +196,7 @@ def grad_norm_of(mask: tree.Tree = True, kernels: Kernels = AUTO) -> Metric:
         norm = optim.global_norm(counted, seen.grad_specs, seen.copies, kernels=kernels)
         return {"grad_norm": optim.Norm.taken(norm, counted)}
 
-    return metric
+    return _NormMetric(metric)
 
 
 def layer_norms(layers: optim.Layers, mask: tree.Tree = True) -> Metric:
@@ -207,7 +216,7 @@ def layer_norms(layers: optim.Layers, mask: tree.Tree = True) -> Metric:
         both = {"param_norm": (params, seen.specs), "grad_norm": (counted, seen.grad_specs)}
         return {"layers": optim.norms_by_layer(both, layers, seen.copies)}
 
-    return metric
+    return _NormMetric(metric)
 
 
 def _check_tensors(of: str, given: Any) -> None:
@@ -324,18 +333,18 @@ def make_step(
     wanted = optimizer.bind(specs).grad_specs(specs)
     g = gradients.bind(mesh, specs, wanted)
     optimizer = optimizer.bind(specs, g.copies)
-    layout = state_specs(specs, optimizer)
+    layout, widen = state_specs(specs, optimizer), wants_copies(g, optimizer, metrics)
     check_layout(mesh, optimizer, layout, batch_specs, g.stages, replicated_over)
 
     def compute(state: State, batch: tree.Tree) -> tuple[dict, tree.Tree, Any]:
         key = random.fold_in(state.key, state.step) if g.draws else None
         scale = optim.loss_scale(state.opt_state)
         num_targets = g.num_targets(batch)
-        return *g(state.params, batch, key, num_targets, scale), num_targets
+        return *g(state.params, batch, key, num_targets, scale, widen=widen), num_targets
 
     def update(state: State, found: dict, grads: tree.Tree, num_targets: Any) -> tuple[State, dict]:
         with named_scope("sync"):
-            grads = sync_gradients(grads, g.specs, wanted, dtype=g.reduce_dtype)
+            grads = sync_gradients(grads, g.specs, wanted, dtype=g.sums_in, widen=widen)
         with section("update"):
             grads = optim.unscale(grads, optim.loss_scale(state.opt_state))
             seen = Seen(state, grads, specs, wanted, g.copies, found)
@@ -346,6 +355,19 @@ def make_step(
         return State(state.step + 1, params, opt_state, state.key), found
 
     return map_step(compute, update, g, mesh, specs, layout, batch_specs, replicated_over)
+
+
+def wants_copies(
+    g: BoundGradients, optimizer: optim.GradientTransformation, metrics: Sequence[Metric]
+) -> bool:
+    """Whether gradients that nothing is added to need float32 copies.
+
+    False where all that reads them computes in float32 by itself, as it goes: `optim.global_norm`
+    and what else is here, and optimizers that say so (`GradientTransformation.widens`).
+    """
+    known = all(metric is grad_norm or isinstance(metric, _NormMetric) for metric in metrics)
+    float32 = {g.dtype, g.reduce_dtype} <= {None, torch.float32}
+    return not (known and float32 and optimizer.widens)
 
 
 @public

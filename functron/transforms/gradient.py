@@ -29,7 +29,7 @@ from functron.spmd.simulate import (
     share_problem,
     varying_axes,
 )
-from functron.spmd.spec import P, cuts_between, is_spec, scatter, spec_axes
+from functron.spmd.spec import P, bound_cuts, cuts_between, is_spec, scatter, spec_axes
 
 
 @public
@@ -191,6 +191,7 @@ def sync_gradients(
     *,
     dtype: torch.dtype | None = None,
     axes: Sequence[str] | None = None,
+    widen: bool = True,
 ) -> tree.Tree:
     """The gradients, from every rank's shares: each leaf psummed over the axes its spec lacks.
 
@@ -210,6 +211,8 @@ def sync_gradients(
             wider of both dtypes. None: the gradients' own.
         axes: reduce over these alone, as passed to `value_and_grad`; None: over all. Ranks along
             the others keep gradients of their own.
+        widen: leaves that no ranks add up have the wider dtype as well; False: they stay in theirs,
+            for what computes with them in float32 by itself.
 
     Raises:
         ValueError: under shard_map's check, other gradients (`torch.func.grad` counts the loss once
@@ -230,10 +233,14 @@ def sync_gradients(
             leaf = no_share(leaf, [name for name in names if name not in spec_axes(spec)])
             result = leaf.dtype if dtype is None else torch.promote_types(leaf.dtype, dtype)
             cuts = cuts_between(spec, target, leaf.dim())
+            chosen = [(name, axis) for name, axis in _choose_axes(axes) if axis is not None]
+            summed = [axis for name, axis in chosen if name not in spec_axes(target)]
+            if not widen and dtype == result and not (summed or bound_cuts(leaf.shape, cuts)):
+                out.append(leaf)
+                continue
             leaf = scatter(leaf if dtype is None else leaf.to(dtype), cuts)
-            for name, axis in _choose_axes(axes):
-                if axis is not None and name not in spec_axes(target):
-                    leaf = Psum.call(leaf, axis)
+            for axis in summed:
+                leaf = Psum.call(leaf, axis)
             out.append(leaf.to(result))
     return tree.unflatten(structure, out)
 

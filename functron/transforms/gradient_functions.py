@@ -88,6 +88,8 @@ class BoundGradients:
             which waits for a GPU; "some" and "none": the caller knows, and nothing waits.
         num_microbatches: number of parts of each rank's batch.
         reduce_dtype: to sum gradients over ranks in; None: their own.
+        dtype: that gradients have where they are added up or computed with. Those of `compute` may
+            be narrower, if it adds nothing up. None: that of `compute`'s.
         checks_sum: whether a step checks, once, that the loss is a sum and not a mean.
         draws: whether the loss draws random numbers; otherwise its key is None.
         copies: how many ranks of a pipeline hold each parameter.
@@ -102,6 +104,7 @@ class BoundGradients:
     targets: Targets = "read"
     num_microbatches: int = 1
     reduce_dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None
     checks_sum: bool = True
     draws: bool = True
     copies: tree.Tree = 1
@@ -115,6 +118,8 @@ class BoundGradients:
         key: Any,
         num_targets: Any,
         scale: torch.Tensor | None = None,
+        *,
+        widen: bool = True,
     ) -> tuple[dict[str, Any], tree.Tree]:
         """The mean loss of a batch, and this rank's shares of its gradients.
 
@@ -124,18 +129,37 @@ class BoundGradients:
             key: of the step's random numbers; None: there are none.
             num_targets: of the batch, over all ranks.
             scale: factor of the loss, for gradients in float16; None: 1.
+            widen: return gradients in `dtype`; False: for a caller who sees to it.
 
         Returns:
             ``({"loss": ..., "aux"?: ...}, grads)``: the loss without `scale`, and gradients with
             it. For a batch without targets both are 0, and so is ``"targets"`` beside the loss.
         """
         by = num_targets if self.targets == "some" else _at_least_one(num_targets)
-        (loss, found), grads = self.compute(params, batch, key, by if scale is None else by / scale)
+        compute = self.widened.compute if widen else self.compute
+        (loss, found), grads = compute(params, batch, key, by if scale is None else by / scale)
         found = {"loss": loss if scale is None else loss / scale, **found}
         if self.lacks_targets(num_targets) is True:
             zero, grads = torch.zeros_like(found["loss"]), tree.map(torch.zeros_like, grads)
             found |= {"loss": zero, "targets": zero.to(torch.int64)}
         return found, grads
+
+    @property
+    def widened(self) -> BoundGradients:
+        """The same with gradients of `compute` in `dtype`."""
+        if self.dtype is None:
+            return self
+
+        def compute(*args):
+            found, grads = self.compute(*args)
+            return found, tree.map(lambda leaf: leaf.to(self.dtype), grads)
+
+        return replace(self, compute=compute, dtype=None)
+
+    @property
+    def sums_in(self) -> torch.dtype | None:
+        """The dtype to sum gradients over ranks in; None: their own."""
+        return self.reduce_dtype or self.dtype
 
     def lacks_targets(self, num_targets: Any) -> bool | torch.Tensor:
         """Whether a batch has none: read on the host, which waits for a GPU, unless it is known.
@@ -265,6 +289,8 @@ class _MeanLoss:
         levels, has_aux = views.levels(specs, lambda _: wanted), self.has_aux
         # the stand-ins of what is scattered have the dtype of the sums
         dtype = None if any(view.name == "scattered" for view in views.views) else self.dtype
+        later = dtype if self.num_microbatches == 1 and dtype == torch.float32 else None
+        own = dtype if later is None else None
         both = functools.partial(value_and_grad, has_aux=has_aux)
 
         def compute(params, batch, key, divisor):
@@ -275,8 +301,10 @@ class _MeanLoss:
                     value, found = self._losses(given, microbatch, key)
                     return (value / divisor, found) if has_aux else value / divisor
 
-            shares = accumulate(both(mean_loss), self.num_microbatches, dtype=dtype)
+            shares = accumulate(both(mean_loss), self.num_microbatches, dtype=own)
             value, grads = shares(chosen, batch)
+            if later is not None:
+                value = tree.map(lambda x: x.to(later) if tree.is_float(x) else x, value)
             return (value[0], {"aux": value[1]}) if has_aux else (value, {}), grads
 
         def total(params, batch, key):
@@ -290,6 +318,7 @@ class _MeanLoss:
             total,
             num_microbatches=self.num_microbatches,
             reduce_dtype=self.reduce_dtype,
+            dtype=later,
             checks_sum=self.checks_sum,
             draws=self.draws,
         )
@@ -456,8 +485,12 @@ def wrap_gradients(g: GradientFunction, wrap: Callable[[Callable], Callable]) ->
     For changes to a rank's shares of the gradients before ranks sum them, such as noise of its own.
     It is around all views of `g`, wherever it is written.
     """
-    name = "wrap_gradients"
-    return _with_change(g, name, lambda bound: replace(bound, compute=wrap(bound.compute)))
+
+    def change(bound: BoundGradients) -> BoundGradients:
+        whole = bound.widened
+        return replace(whole, compute=wrap(whole.compute))
+
+    return _with_change(g, "wrap_gradients", change)
 
 
 @public

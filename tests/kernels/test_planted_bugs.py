@@ -63,6 +63,7 @@ RUNS = {
         partial(norms._backward_kernel, "rms_norm", norms._rms_moments),
         (draw(40, 64), None, draw(40, 64, seed=1), draw(64), draw(40).abs(), 1e-5, False),
     ),
+    "rows of a table": Run(moe.SUM_ROWS.kernel, (draw(70, 9), torch.arange(70) // 50, 2)),
     "squares": Run(foreach._kernel, (draw(1, 70_000),)),
     "quantise": Run(
         quantise._format_kernel,
@@ -87,6 +88,10 @@ BUGS = {
         "    __syncthreads();\n    if (warp > 0) return;",
         "    if (warp > 0) return;\n    __syncthreads();",
     ),
+    "ids before all are there": (
+        "rows of a table", "    __syncthreads();\n    const int at", "    const int at"
+    ),
+    "no part of the chunk before": ("rows of a table", "begin > 0 && ids[begin - 1]", "false && ids[0]"),
     "no padding": ("permute", "if (from < 0) return", "if (from < -1) return"),
     "writes beyond the row": ("permute", "if (at + k < dim) row", "row"),
     "reads beyond the row": ("unpermute", "at + k < dim ? row[at + k] :", "dim ? row[at + k] :"),

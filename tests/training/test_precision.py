@@ -60,6 +60,61 @@ def test_a_scaled_loss_has_the_same_numbers(name, mesh, fields):
         assert torch.equal(a, b)
 
 
+BF16 = configure(CONFIG, gpt=MODELS["dense"], log_layers_every=0, microbatches=1)
+BF16 = with_precision(configure(BF16, optimizer=OptimizerConfig(clip_norm=0.01)), "bf16")
+KINDS = []
+
+
+def kinds(seen):
+    """The dtypes of the gradients that a metric sees."""
+    KINDS.append({leaf.dtype for leaf in tree.leaves(seen.grads)})
+    return {"number": torch.ones(())}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [
+        ("", {}),
+        ("", {"log_layers_every": 1}),
+        ("", {"optimizer": replace(BF16.optimizer, skip_nonfinite=2)}),
+        ("", {"optimizer": replace(BF16.optimizer, reduce_dtype="", name="sgd")}),
+        ("", {"optimizer": replace(BF16.optimizer, grad_dtype="")}),
+        ("", {"microbatches": 2}),
+        ("dp=2", {"zero": 1}),
+        ("dp=2", {"zero": 2}),
+        ("fsdp=2", {}),
+        ("tp=2", SPLIT),
+    ],
+)
+def test_gradients_that_stay_narrow_give_the_bits_of_float32_copies(mesh, fields):
+    """A metric of one's own is given float32 gradients; the steps are the same, to the bit."""
+    config, found = configure(BF16, mesh=mesh, **fields), []
+    for own in ("", f"{__name__}:kinds"):
+        KINDS.clear()
+        metrics, state = taken(configure(config, metrics=own), 2)
+        found.append(([{**x, "number": 1.0} for x in metrics], state))
+    assert KINDS == [{torch.float32}] * len(KINDS) != []
+    (narrow, before), (wide, after) = found
+    assert narrow == wide
+    for a, b in zip(*map(tree.leaves, (before, after)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mesh", ["", "tp=2"])
+def test_gradients_that_nothing_is_added_to_have_no_float32_copies(mesh):
+    """By hand: 2 + 4 + 4 + 4 bytes of parameter, master and moments, and 2 of the gradient.
+
+    What is made of a leaf for a moment is less than another byte; copies are four more.
+    """
+    model = replace(MODELS["dense"], embed_dim=256, mlp_dim=2048, vocab_size=256)
+    config = configure(BF16, gpt=replace(model, dtype="bfloat16"), seq=8, global_batch=2)
+    made = make_setup(configure(config, mesh=mesh), Mesh.parse(mesh))
+    memory = made.program().memory()
+    count = memory.at_rest["parameters"] / 2
+    assert memory.at_rest["optimizer"] == pytest.approx(12 * count, rel=1e-3)
+    assert memory.peak_bytes <= 17 * count
+
+
 STEPS, START = 7, 21
 HALF = with_precision(
     configure(CONFIG, gpt=replace(MODELS["dense"], init_stddev=0.05), log_layers_every=0), "fp16"

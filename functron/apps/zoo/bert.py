@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from functron import nn
 from functron.apps.zoo.denoising import MASKED_TOKENS
@@ -36,6 +35,7 @@ from functron.models.config import Named, TextConfig
 from functron.models.family import Family
 from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets
 from functron.nn.layers import linear_defs
+from functron.ops.moe import look_up
 from functron.spmd import params
 from functron.spmd.params import Normal, ParamDef, zeros
 
@@ -179,7 +179,7 @@ def encode(
         x = nn.add_positions(x, gather.at("positions")(weights["positions"]), stream=stream)
         types = torch.zeros_like(tokens) if types is None else types
         own = nn.stream_positions(x, stream, types)
-        x = x + F.embedding(own, gather.at("types")(weights["types"]))
+        x = x + look_up(gather.at("types")(weights["types"]), own, whole=True)
         x = nn.norm(gather.at("embed_norm")(weights["embed_norm"]), x, eps=config.norm_eps)
     stack = stack.at("blocks")
     keys = stack.keys(config.num_layers + 1)

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from functron import nn
 from functron.core import compat, random, tree
@@ -37,6 +36,7 @@ from functron.nn.layers import (
 )
 from functron.ops.attention import attention, block, block_backward
 from functron.ops.chunked_attention import Visible
+from functron.ops.moe import look_up
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -503,4 +503,4 @@ def relative_bias(
     table: Float[Tensor, "buckets heads"], buckets: Int[Tensor, "queries keys"]
 ) -> Float[Tensor, "heads queries keys"]:
     """T5's biases of attention scores, for this rank's heads: a number per bucket and head."""
-    return F.embedding(buckets, table).permute(2, 0, 1).contiguous()
+    return look_up(table, buckets, whole=True).permute(2, 0, 1).contiguous()

@@ -34,6 +34,7 @@ from functron.models.config import Dtype, Named
 from functron.models.family import Family
 from functron.models.options import DEFAULTS, Batch, ModelOptions, check_gathered, num_targets
 from functron.nn.layers import linear_defs, sequence_axes, weights
+from functron.ops.moe import look_up
 from functron.spmd import P, params
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -258,7 +259,7 @@ def _embed_patches(
     x = F.pad(patches.to(w.dtype), (0, 0, 1, total - config.num_patches - 1))
     if place.numel() < total:
         x = x.index_select(1, place)
-        table = F.embedding(place.clamp(max=config.num_patches), table)
+        table = look_up(table, place.clamp(max=config.num_patches), whole=True)
     x = x @ w
     x = x + layer["b"] if "b" in layer else x
     x = torch.where((place == 0)[:, None], gather.at("class")(weights["class"]), x)
