@@ -134,10 +134,10 @@ def compile_graph(
         wait: for another process that compiles the graph; else the result is None.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    use = Use.of(graph, operands)
-    chosen = {**(_vector_options() if use.on_cpu else {}), **options}
+    devices = GraphDevices.of(graph, operands)
+    chosen = {**(_vector_options() if devices.on_cpu else {}), **options}
     with config.patch(chosen):
-        name = _key(graph, operands, options, use)
+        name = _key(devices, options)
         path = folder / f"{name}.kernel"
         try:
             held = FileLock(folder / f"{name}.lock").acquire(timeout=-1 if wait else 0)
@@ -145,8 +145,8 @@ def compile_graph(
             return None
         with held:
             if path.exists() and _is_own(path):
-                return _load(path, operands, use)
-            return _compile(graph, operands, path, use)
+                return _load(path, operands, devices)
+            return _compile(graph, operands, path, devices)
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ def _is_own(path: Path) -> bool:
     return not hasattr(os, "getuid") or path.stat().st_uid in (os.getuid(), 0)
 
 
-class Use(NamedTuple):
+class GraphDevices(NamedTuple):
     """The devices that a graph computes on.
 
     Attributes:
@@ -189,7 +189,7 @@ class Use(NamedTuple):
     text: str
 
     @classmethod
-    def of(cls, graph: fx.GraphModule, operands: Sequence[Var]) -> Use:
+    def of(cls, graph: fx.GraphModule, operands: Sequence[Var]) -> GraphDevices:
         """Those of a graph of operands."""
         shown = [(v.shape, v.stride, str(v.dtype), v.device) for v in operands]
         # what higher-order operations call has no text in the graph's own
@@ -214,7 +214,7 @@ def _renumber(text: str, number: int) -> str:
 
 
 def describe_gpu(properties: Any) -> tuple:
-    """What Inductor's code generation reads of a GPU, which is the same of all of its kind."""
+    """The facts of a GPU that code generation reads; they are the same of all of its kind."""
     return tuple(getattr(properties, name, None) for name in _READ_OF_GPU)
 
 
@@ -225,21 +225,23 @@ _READ_OF_GPU = (
 )  # fmt: skip
 
 
-def _key(graph: fx.GraphModule, operands: Sequence[Var], options: Options, use: Use) -> str:
+def _key(
+    graph: fx.GraphModule, operands: Sequence[Var], options: Options, devices: GraphDevices
+) -> str:
     """A hash over all that decides what a graph compiles to."""
     settings = config.save_config_portable(ignore_private_configs=False)
     facts = [
         torch.__version__, torch.version.git_version, _digest_of_source(),
         torch.are_deterministic_algorithms_enabled(),
         sorted((k, getattr(v, "__qualname__", repr(v))) for k, v in options.items()),
-        use.text,
+        devices.text,
     ]  # fmt: skip
-    if use.on_cpu:
+    if devices.on_cpu:
         facts += [torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()]
     else:
         settings = {k: v for k, v in settings.items() if not k.startswith("cpp.")}
-    if use.gpus:
-        facts += [describe_gpu(torch.cuda.get_device_properties(gpu)) for gpu in use.gpus]
+    if devices.gpus:
+        facts += [describe_gpu(torch.cuda.get_device_properties(gpu)) for gpu in devices.gpus]
         facts += [torch.backends.cuda.matmul.fp32_precision, _triton_version()]
     facts.append(sorted((k, v) for k, v in settings.items() if _is_plain(v)))
     return hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -273,7 +275,7 @@ def _make_fakes(operands: Sequence[Var]) -> tuple[FakeTensorMode, list[torch.Ten
         ]
 
 
-def _compile(graph: fx.GraphModule, operands: Sequence[Var], path: Path, use: Use):
+def _compile(graph: fx.GraphModule, operands: Sequence[Var], path: Path, devices: GraphDevices):
     made: list[tuple[Any, fx.GraphModule]] = []
 
     def inner(normalised: fx.GraphModule, inputs: Sequence, **kwargs: Any):
@@ -301,7 +303,7 @@ def _compile(graph: fx.GraphModule, operands: Sequence[Var], path: Path, use: Us
     if not any(constant.is_cuda for constant in (code.constants or {}).values()):
         stored = copy.copy(code)
         stored.prepare_for_serialization()
-        _replace(path, pickle.dumps((use.gpus, stored)))
+        _replace(path, pickle.dumps((devices.gpus, stored)))
     return function, text
 
 
@@ -351,13 +353,13 @@ def _num_results(graph: fx.GraphModule) -> int:
     return len(results)
 
 
-def _load(path: Path, operands: Sequence[Var], use: Use):
+def _load(path: Path, operands: Sequence[Var], devices: GraphDevices):
     code: CompiledFxGraph
     gpus, code = pickle.loads(path.read_bytes())
-    if gpus != use.gpus:  # it was compiled for another GPU of the same kind
-        code.source_code = _renumber(code.source_code, *use.gpus)
+    if gpus != devices.gpus:  # it was compiled for another GPU of the same kind
+        code.source_code = _renumber(code.source_code, *devices.gpus)
         code.cache_key, _ = PyCodeCache.write(code.source_code)
-        code.device_idxs = OrderedSet(use.gpus)
+        code.device_idxs = OrderedSet(devices.gpus)
     constants = CompiledFxGraphConstants()
     code.after_deserialization(constants)
     mode, fakes = _make_fakes(operands)

@@ -140,7 +140,7 @@ def test_what_another_rank_compiled_runs_on_the_own_gpu(tmp_path):
     assert gpus == ()
     code.source_code += "\ncall = lambda operands: ['cuda:1']\n"
     path.write_bytes(pickle.dumps(((1,), code)))
-    function, text = inductor._load(path, operands, inductor.Use(False, (6,), ""))
+    function, text = inductor._load(path, operands, inductor.GraphDevices(False, (6,), ""))
     assert function([]) == ["cuda:6"]
     assert "cuda:1" not in text
 
@@ -208,7 +208,7 @@ def test_triton_finds_what_it_compiled_before_the_folder_moved(tmp_path):
         with inductor.directory(new):
             assert os.environ["TRITON_CACHE_DIR"] == str(new / "triton" / "0")
     moved = json.loads((new / "triton/0/HASH/__grp__k.json").read_text())["child_paths"]
-    assert {name: open(path).read() for name, path in moved.items()} == {  # noqa: PTH123, SIM115
+    assert {name: open(path).read() for name, path in moved.items()} == {  # noqa: SIM115
         "k.json": "k.json",
         "k.cubin": "k.cubin",
     }
