@@ -16,8 +16,8 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-import tyro
 
+from functron.cli.options import parse
 from functron.cli.process import mistakes
 from functron.core.chart import table
 from functron.core.errors import local_path
@@ -138,8 +138,8 @@ def summarise(done: Iterable[Built]) -> list[tuple[str, ...]]:
 
 def run(arguments: Sequence[str]) -> int:
     """Compile, print the tables and what is wrong; the exit code is 1 if anything is."""
-    options = tyro.cli(BuildOptions, args=arguments, prog="functron build")
     with mistakes():
+        options = parse(BuildOptions, arguments, "build")
         local_path(options.cache or "", "cache")
     begun = time.perf_counter()
     with mistakes():
