@@ -315,7 +315,7 @@ def _check_compiler() -> Iterator[Check]:
     else:
         yield Check("nvrtc", reason.split(";")[0], "missing", nvrtc.INSTALL)
     if not torch.cuda.is_available():
-        can = "; they compile here (python -m functron.cli.build)" if reason is None else ""
+        can = "; they compile here (functron build)" if reason is None else ""
         yield Check("kernels", f"no GPU to run them on{can}", "missing")
         return
     for index in range(torch.cuda.device_count()):

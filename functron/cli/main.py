@@ -66,6 +66,7 @@ _ALL: Mapping[str, tuple[str, str]] = MappingProxyType(
             "plan.recipes",
             "list or show configurations of large runs, made by functron plan",
         ),
+        "build": ("build.run", "compile the CUDA kernels ahead of time (needs no GPU)"),
         "doctor": ("doctor.run", "check this machine and installation, or benchmark a mesh"),
     }
 )

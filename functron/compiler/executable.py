@@ -398,11 +398,15 @@ def _compile_kernels(
     on_cpu = all(value.device.type == "cpu" for kernel in kernels for value in kernel.reads)
     beside = inductor.compile_in_background() if on_cpu else nullcontext()
     with inductor.directory(cache) as folder, beside:
-        # each process begins with another kernel, and finds the others' on disk
+        # each process begins with another kernel, leaves out those that others are compiling, and
+        # finds them on disk later
         start = rank % max(1, len(kernels))
-        for kernel in [*kernels[start:], *kernels[:start]]:
-            options = {**_threefry_options(kernel), **settings}
-            made[kernel] = inductor.compile_graph(graphs[kernel], kernel.reads, options, folder)
+        for wait in (False, True):
+            for kernel in [*kernels[start:], *kernels[:start]]:
+                options = {**_threefry_options(kernel), **settings}
+                given = graphs[kernel], kernel.reads, options, folder
+                found = made.get(kernel) or inductor.compile_graph(*given, wait=wait)
+                made |= {} if found is None else {kernel: found}
     return {kernel: made[kernel] for kernel in kernels}
 
 

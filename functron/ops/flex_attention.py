@@ -82,8 +82,9 @@ def _program(is_backward: bool, facts: tuple, static: FlexSettings) -> Callable[
         variables.append(Var(f"x{i}", shape, stride, dtype, device, i, nbytes))
     made = graph(is_backward, facts, static)
     with inductor.directory(None) as folder:
-        function, _ = inductor.compile_graph(made, variables, {}, folder)
-    return function
+        found = inductor.compile_graph(made, variables, {}, folder)
+    assert found is not None
+    return found[0]
 
 
 def graph(is_backward: bool, facts: Sequence[tuple], static: FlexSettings) -> fx.GraphModule:

@@ -4,8 +4,8 @@
 
 Compiled kernels are cached on disk. A file has a hash of its content, a line of JSON, then the
 cubin; its name has a hash of everything that the cubin depends on. Files are renamed into place and
-verified when read, so ranks, jobs and machines may share a folder, and damaged files are compiled
-again.
+verified when read, so ranks, jobs and machines may share a folder, or take it along, and damaged
+files are compiled again. Of the processes that want a kernel one compiles it, and the others wait.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ import importlib
 import importlib.util
 import itertools
 import json
+import os
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from filelock import FileLock
 
 from functron.core.errors import nearest
 
@@ -121,6 +125,18 @@ def _add_headers(path: Path, text: str, headers: dict[str, str]) -> Iterable[str
                 )
             headers[own] = header.read_text(encoding="utf-8")
             yield from _add_headers(header, headers[own], headers)
+
+
+def variants_of(
+    sources: Iterable[KernelSource], values: Mapping[str, Collection[str]]
+) -> list[tuple[KernelSource, Defines]]:
+    """The variants of sources whose macros have one of these values; a macro not named has any."""
+    return [
+        (source, defines)
+        for source in sources
+        for defines in source.variants
+        if all(value in values.get(name, (value,)) for name, value in defines.items())
+    ]
 
 
 @functools.cache
@@ -437,12 +453,53 @@ def cubin(
     folder = folder or default_folder()
     if folder is None:
         return compile_source(source, defines, arch)
-    path = folder / f"{source.name}-{arch}-{key(source, defines, arch)}{SUFFIX}"
-    found = _read(path)
-    if found is None:
-        found = compile_source(source, defines, arch)
-        _write(path, found)
-    return found
+    path = path_of(source, defines, arch, folder)
+    if (found := _read(path)) is not None:
+        return found
+    with _alone(path):
+        if (found := _read(path)) is None:
+            found = compile_source(source, defines, arch)
+            _write(path, found)
+        return found
+
+
+def path_of(source: KernelSource, defines: Defines, arch: str, folder: Path) -> Path:
+    """The file that `cubin` keeps a variant in."""
+    return folder / f"{source.name}-{arch}-{key(source, defines, arch)}{SUFFIX}"
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One thread of one process at a time is in a with block about this file.
+
+    The operating system lets go for a process that was killed. A folder that cannot be written to
+    has no locks: all compile then.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, NotImplementedError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(path.with_name(f".{path.name}.lock")))
+        yield
+
+
+@contextlib.contextmanager
+def compile_in_background(
+    variants: Iterable[tuple[KernelSource, Defines]], arch: str, folder: Path | None = None
+) -> Iterator[None]:
+    """Compile what a folder lacks in threads, beside this with block; at its end all is there.
+
+    What does not compile says so where it is launched. A user without a folder has nothing to gain.
+    """
+    folder = folder or default_folder()
+    pool = ThreadPoolExecutor(os.cpu_count() or 1)
+    try:
+        for source, defines in variants if folder is not None else ():
+            pool.submit(cubin, source, defines, arch, folder)
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def key(source: KernelSource, defines: Defines, arch: str) -> str:

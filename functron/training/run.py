@@ -25,6 +25,8 @@ from functron.compiler.jit import jit
 from functron.core import random, tree
 from functron.data import Blend, Samples
 from functron.data.sampling import Gaps, RampUp, drawn, mix
+from functron.ops.launch import arch_of, usable
+from functron.ops.nvrtc import compile_in_background
 from functron.precision.recipe import check_gpu
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.spmd.flight import EVERYWHERE
@@ -246,11 +248,12 @@ def prepare(
         capability = torch.cuda.get_device_capability(where)
         check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
     at("open", 0)
-    kept = _find_in_memory(made, memory, begin_from, where)
-    if kept is None:
-        state, notes = begin_state(made, begin_from, where, recast=recast)
-    else:
-        state, notes = kept, ()
+    with _compile_kernels(made, where):
+        kept = _find_in_memory(made, memory, begin_from, where)
+        if kept is None:
+            state, notes = begin_state(made, begin_from, where, recast=recast)
+        else:
+            state, notes = kept, ()
     at("restored", int(state.step))
     step, watch = programs(made, around)
     program = loss_program(made) if held_out else None
@@ -259,6 +262,14 @@ def prepare(
         made, text, state, step, watch, where, start, held_out, program, notes, begin_from,
         around, at, memory, kept is not None, data.describe_rules(config, tokenizer),
     )  # fmt: skip
+
+
+def _compile_kernels(made: RunSetup, device: torch.device) -> AbstractContextManager[None]:
+    """Compiles our kernels beside a with block, where steps will launch any; once a machine."""
+    unused = made.config.compute.kernels == "reference"
+    if device.type != "cuda" or unused or usable(device) is not None:
+        return nullcontext()
+    return compile_in_background(made.kernel_variants, arch_of(device))
 
 
 def programs(

@@ -27,6 +27,8 @@ from functron.models.family import Family
 from functron.models.lora import lora_defs, trainable
 from functron.models.options import ModelOptions
 from functron.ops import use
+from functron.ops.nvrtc import Defines, KernelSource, names, read, variants_of
+from functron.ops.operations import TYPES
 from functron.ops.quantise import remember
 from functron.optim import torch_dtype
 from functron.pipeline.execute import gradients as stage_gradients
@@ -658,6 +660,31 @@ class RunSetup:
         layout = state_specs(self.specs, self.optimizer)
         stages = "pp" if self.is_pipelined else None
         return shard_map(read, self.mesh, (layout,), self.specs, stages=stages)
+
+    @cached_property
+    def kernel_variants(self) -> list[tuple[KernelSource, Defines]]:
+        """The variants of our kernels that the step may launch on a GPU.
+
+        Of an operation it is not asked whether the model has it, only of those that few have.
+        """
+        config, own = self.config, self.config.optimizer
+        rare = {
+            "lse_merge": self.mesh["cp"] > 1,
+            "quantise": config.precision.recipe is not None,
+            **dict.fromkeys(("moe_permute", "moe_router", "moe_sort"), config.gpt.moe is not None),
+        }
+        sources = [read(name) for name in names() if rare.get(name, True)]
+        model, half = self.model.dtype, config.precision.gather_as == "bfloat16"
+        dtypes = {
+            "ELEMENT": {"float32", model, "bfloat16" if half else model},
+            "PARAM": {model},
+            "GRAD": {"float32", model},
+            "MU": {own.mu_dtype} if own.mu_dtype else {"float32", model},
+            "NU": {own.nu_dtype} if own.nu_dtype else {"float32", model},
+        }
+        types = {str(dtype).removeprefix("torch."): name for dtype, name in TYPES.items()}
+        values = {k: {types[d] for d in found if d in types} for k, found in dtypes.items()}
+        return variants_of(sources, {**values, "MASTER": {str(int(own.fp32_masters))}})
 
     def program(self) -> Program:
         """One rank's program of the step, traced without memory, data or processes.

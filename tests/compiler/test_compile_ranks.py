@@ -192,9 +192,9 @@ def each_kernel_once():
     made = []
     compiling = inductor._compile
 
-    def noting(graph, operands, path):
+    def noting(graph, operands, path, use):
         made.append(path.name)
-        return compiling(graph, operands, path)
+        return compiling(graph, operands, path, use)
 
     inductor._compile = noting
     yield

@@ -65,6 +65,8 @@ EXPORT int cuCtxSetCurrent(void *context) {
 EXPORT int cuCtxGetDevice(int *device) { *device = fake_current(); return 0; }
 EXPORT int cuCtxPushCurrent_v2(void *context) { return cuCtxSetCurrent(context); }
 EXPORT int cuCtxPopCurrent_v2(void **context) { *context = context_of(fake_current()); return 0; }
+EXPORT int cuCtxGetLimit(size_t *value, int limit) { *value = 1 << 20; return 0; }
+EXPORT int cuCtxSetLimit(int limit, size_t value) { return 0; }
 EXPORT int cuThreadExchangeStreamCaptureMode(int *mode) { return 0; }
 EXPORT int cuGetErrorString(int error, const char **text) { *text = error == OUT_OF_MEMORY ? "out of memory" : "an error"; return 0; }
 EXPORT int cuGetErrorName(int error, const char **text) { return cuGetErrorString(error, text); }
@@ -79,6 +81,7 @@ EXPORT int cuLibraryUnload(void *library) { return 0; }
 EXPORT int cuLibraryGetKernel(void **kernel, void *library, const char *name) { *kernel = strdup(name); return 0; }
 EXPORT int cuKernelGetFunction(void **function, void *kernel) { *function = kernel; return 0; }
 EXPORT int cuModuleLoadData(void **module, const void *code) { *module = (void *)0x2000; return 0; }
+EXPORT int cuModuleLoad(void **module, const char *file) { *module = (void *)0x2000; return 0; }
 EXPORT int cuModuleLoadDataEx(void **module, const void *code, unsigned n, void *o, void *v) { *module = (void *)0x2000; return 0; }
 EXPORT int cuModuleGetFunction(void **function, void *module, const char *name) { *function = strdup(name); return 0; }
 EXPORT int cuModuleUnload(void *module) { return 0; }

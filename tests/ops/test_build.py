@@ -247,10 +247,14 @@ def test_the_command_prints_a_table_and_fails_where_local_memory_is_used(own, mo
     read = nvrtc.read
     monkeypatch.setattr(nvrtc, "names", lambda: ("twice",))
     monkeypatch.setattr(nvrtc, "read", lambda name: read(name, own))
-    arguments = ["--cache", str(own), "--arch", "sm_90a", "--jobs", "1"]
+    arguments = ["--cache", str(own), "--arch", "sm_90a", "--jobs", "1", "--resources"]
     assert build.run(arguments) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == list(build._HEADS)
+    assert lines[2].split() == list(build._SUMMARY)
+    assert lines[3].split()[:4] == ["twice", "sm_90a", "2", "2"]
+    assert lines[-1].startswith("2 of 2 compiled in ")
+    assert str(own) in lines[-1]
     assert [line.split()[:4] for line in lines[:2]] == [
         ["twice", "ELEMENT=float", "sm_90a", "twice_"],
         ["twice", "ELEMENT=double", "sm_90a", "twice_"],
@@ -352,7 +356,7 @@ class TestCache:
         source, folder = nvrtc.read("twice", own), tmp_path / "a" / "cache"
         first = nvrtc.cubin(source, FLOAT, "sm_90a", folder)
         assert first == nvrtc.compile_source(source, FLOAT, "sm_90a")
-        (file,) = folder.iterdir()
+        (file,) = folder.glob(f"*{nvrtc.SUFFIX}")
         assert file.name.startswith("twice-sm_90a-")
         monkeypatch.setattr(nvrtc, "compile_source", None)
         assert nvrtc.cubin(source, FLOAT, "sm_90a", folder) == first
@@ -361,7 +365,7 @@ class TestCache:
     def test_a_damaged_file_is_compiled_again(self, own, tmp_path, where):
         source = nvrtc.read("twice", own)
         first = nvrtc.cubin(source, FLOAT, "sm_90a", tmp_path / "cache")
-        (file,) = (tmp_path / "cache").iterdir()
+        (file,) = (tmp_path / "cache").glob(f"*{nvrtc.SUFFIX}")
         good = file.read_bytes()
         if isinstance(where, int):
             bad = bytearray(good)
@@ -422,7 +426,7 @@ class TestCache:
             args = [(source, FLOAT, "sm_90a", tmp_path / "cache")] * 8
             found = list(pool.map(lambda each: nvrtc.cubin(*each), args))
         assert all(one == found[0] for one in found)
-        assert len(list((tmp_path / "cache").iterdir())) == 1
+        assert len(list((tmp_path / "cache").glob(f"*{nvrtc.SUFFIX}"))) == 1
 
     def test_processes_that_compile_the_same_agree(self, own, tmp_path):
         source, folder = nvrtc.read("twice", own), tmp_path / "cache"
@@ -443,7 +447,7 @@ class TestCache:
         theirs, _ = other.communicate(timeout=60)
         assert other.returncode == 0
         assert theirs.split() == [one.cubin.hex() for one in mine]
-        names = sorted(path.name for path in folder.iterdir())
+        names = sorted(path.name for path in folder.glob(f"*{nvrtc.SUFFIX}"))
         assert [name.rsplit("-", 1)[0] for name in names] == ["twice-sm_80", "twice-sm_90a"]
         again = [nvrtc.cubin(source, FLOAT, arch, folder) for arch in ("sm_80", "sm_90a")]
         assert again == mine

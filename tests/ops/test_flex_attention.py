@@ -208,7 +208,7 @@ def test_kept_kernels_of_different_caps_are_different():
     for cap in (30.0, 50.0):
         static = flex_attention.FlexSettings(True, 0.3, cap, False, False)
         made = flex_attention.graph(False, facts, static)
-        keys.add(inductor._key(made, variables, {}))
+        keys.add(inductor._key(inductor.GraphDevices.of(made, variables), {}))
     assert len(keys) == 2
 
 
