@@ -224,10 +224,11 @@ def _folder(config: TrainConfig) -> tuple[Path, Path | None]:
 
 def _introduction(run: Run, here: Process | None) -> list[str]:
     config, text = run.config, run.text
-    name = config.data.path or "this Python's documentation and standard library"
+    own = "this Python's documentation and standard library"
+    name = "random tokens" if config.data.format == "mock" else config.data.path or own
     defs = run.setup.whole_defs
-    own, adapters = lora.split(defs) if config.lora.adapters else (defs, {})
-    count = num_params(tree.partition(own, history_mask(own))[1])
+    base, adapters = lora.split(defs) if config.lora.adapters else (defs, {})
+    count = num_params(tree.partition(base, history_mask(base))[1])
     lines = [
         f"model  {config.title}: {count:,} parameters",
         f"dtypes {config.policy}",
