@@ -132,7 +132,7 @@ def _key(graph: fx.GraphModule, operands: Sequence[Var], options: Options) -> st
     facts = [
         torch.__version__, torch.version.git_version, torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(), str(cuda), sorted(settings.items()),
-        torch.are_deterministic_algorithms_enabled(),
+        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
         sorted((k, getattr(v, "__qualname__", repr(v))) for k, v in options.items()),
         str(graph.graph),
         [(v.shape, v.stride, str(v.dtype), str(v.device)) for v in operands],

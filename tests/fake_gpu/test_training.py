@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from functron.cli.process import ALLOCATOR
 from tests.fake_gpu import journal
 from tests.fake_gpu.journal import Process
 
@@ -84,3 +85,24 @@ def test_runs(train, name):
     assert [problem for process in found for problem in journal.find_races(process)] == []
     if not {*WAITING} & {*options}:
         assert [wait for process in found for wait in waits_in_steps(process)] == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_segments_of_memory_grow_unless_the_user_says_otherwise(train, monkeypatch, ranks):
+    for variable in ALLOCATOR:
+        monkeypatch.delenv(variable, raising=False)
+    more = ("--mesh", "dp=2", "--check-replicas-every", "0") if ranks > 1 else ()
+    fixed = ("--steps", "2", "--global-batch", "2", "--seq", "64", "--nproc", str(ranks), *more)
+    found = train(*DENSE, *fixed)
+    assert len(found) == ranks
+    assert journal.find_errors(found) == journal.find_stray_contexts(found) == []
+    # memory that does not grow is taken by cudaMalloc, which is logged
+    assert [x for each in found for x in each.records if x["op"] == "malloc"] == []
+
+
+def test_a_setting_of_the_allocator_stays(train, monkeypatch):
+    for variable in ALLOCATOR:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    (process,) = train(*DENSE, "--steps", "2", "--global-batch", "2", "--seq", "64")
+    assert [x for x in process.records if x["op"] == "malloc"]

@@ -603,6 +603,7 @@ def estimate_run(made: RunSetup, machine: Hardware) -> Estimate:
         ValueError: the model cannot run on the mesh, or the batch does not divide.
     """
     config, mesh = made.config, made.plain_mesh
+    machine = machine.computing(config.precision.float32_matmul)
     if config.family.name != "gpt" or config.lora.adapters is not None:
         if made.is_pipelined:
             title, got = "cannot estimate this step", f"{config.title} with pp"
