@@ -21,7 +21,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -201,6 +201,7 @@ def check_complete(folder: Path, division: Division) -> None:
 
 
 _BEAT = 1.0  # seconds between signs of life
+_POLL_SECONDS = 0.004  # between the first looks for a message; later ones are up to _BEAT / 4 apart
 
 
 class Ranks:
@@ -283,11 +284,10 @@ class Ranks:
             self._store.add(f"{self._prefix}/beat/{self.rank}", 1)
 
     def _wait(self, key: str, sender: int) -> bytes:
-        seen, heard = None, time.monotonic()
-        while True:
-            with suppress(dist.DistStoreError):  # it is not there yet
-                self._store.wait([key], timedelta(seconds=_BEAT / 4))
-                return self._store.get(key)
+        begun = heard = time.monotonic()
+        seen = None
+        # not `store.wait`, which logs two lines of a warning whenever it comes to its timeout
+        while not self._store.check([key]):
             self.beat()
             beats = self._store.add(f"{self._prefix}/beat/{sender}", 0)
             if beats != seen:
@@ -298,6 +298,10 @@ class Ranks:
                     f"{limit:g} s; wanted its part of the save; fix: see why it died or "
                     "hangs, or give a longer timeout"
                 )
+            # at most a quarter of what was waited for comes on top, and no more than _BEAT / 4
+            waited = time.monotonic() - begun
+            time.sleep(min(max(waited, 4 * _POLL_SECONDS), _BEAT) / 4)
+        return self._store.get(key)
 
     def _key(self, what: str, save: int) -> str:
         return f"{self._prefix}/{save}/{what}" if self.size > 1 else what

@@ -1,6 +1,6 @@
 """This process: its place in a job, its exit code, and its error message.
 
-The only module that reads environment variables: torchrun's, and `FULL_TRACEBACKS`.
+The only module that reads environment variables: torchrun's, the allocator's, `FULL_TRACEBACKS`.
 """
 
 from __future__ import annotations
@@ -89,6 +89,28 @@ def current() -> Process | None:
         numbers.get("MASTER_PORT", 0),
         numbers.get(_ATTEMPT, 0) if by_agent else None,
     )
+
+
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The variables with settings of torch's allocator of a GPU's memory, which it reads when it is
+first used; the last of them is the newest."""
+_SEGMENTS = "expandable_segments:True"
+
+
+def grow_segments() -> str:
+    """Have the allocator of a GPU's memory grow its segments, unless the user has set it otherwise.
+
+    Segments of fixed sizes leave gaps that nothing fits into. To be called before memory is used;
+    processes that this one starts have the same setting.
+
+    Returns:
+        The setting in force, for the user.
+    """
+    given = next((name for name in ALLOCATOR if name in os.environ), None)
+    if given is None:
+        os.environ[ALLOCATOR[-1]] = _SEGMENTS
+    name = given or ALLOCATOR[-1]
+    return f"{name}={os.environ[name]}"
 
 
 def _read_number(text: str) -> int:

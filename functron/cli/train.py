@@ -8,7 +8,6 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -32,7 +31,14 @@ from functron.cli.options import (
     with_names,
     with_values,
 )
-from functron.cli.process import Process, current, mistakes, outside, record_failure
+from functron.cli.process import (
+    Process,
+    current,
+    grow_segments,
+    mistakes,
+    outside,
+    record_failure,
+)
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import sections_of, value_at, with_sections
@@ -49,7 +55,7 @@ from functron.training.costs import bubble_note, step_report
 from functron.training.data import is_chat, objective_of, reader_of, with_tokenizer
 from functron.training.loop import REQUEUE_CODE, RESHAPE_CODE, end_process, exit_code
 from functron.training.resume import begun_with, rate_notes
-from functron.training.run import Job, Run, deterministic, prepare
+from functron.training.run import Job, Run, prepare, torch_settings
 from functron.training.setup import RunSetup, make_setup
 from functron.training.train import Outcome, train
 
@@ -135,6 +141,8 @@ def run(
     foreseen = None
     if main_rank:
         lines = _introduction(made, here)
+        if kind == "cuda":
+            lines.append(f"memory {grow_segments()}")
         if machine is None:
             machine = own_machine(config, kind)
         if machine is not None:
@@ -233,10 +241,11 @@ def _folder(config: TrainConfig) -> tuple[Path, Path | None]:
 
 def _introduction(run: Run, here: Process | None) -> list[str]:
     config, text = run.config, run.text
-    name = config.data.path or "this Python's documentation and standard library"
+    own = "this Python's documentation and standard library"
+    name = "random tokens" if config.data.format == "mock" else config.data.path or own
     defs = run.setup.whole_defs
-    own, adapters = lora.split(defs) if config.lora.adapters else (defs, {})
-    count = num_params(tree.partition(own, history_mask(own))[1])
+    base, adapters = lora.split(defs) if config.lora.adapters else (defs, {})
+    count = num_params(tree.partition(base, history_mask(base))[1])
     lines = [
         f"model  {config.title}: {count:,} parameters",
         f"dtypes {config.policy}",
@@ -451,7 +460,7 @@ def rerun(arguments: Sequence[str]) -> int:
     mesh = Mesh.parse(config.parallelism.mesh)
     with mistakes():
         made = prepare(config, *join(mesh, here, kind, config.watchdog.timeout_seconds))
-    with deterministic() if config.compute.deterministic else nullcontext():
+    with torch_settings(config):
         verdict = guard.attribute_fault(
             made, options.run, Job.of(made), options.step, (), exact=exact
         )

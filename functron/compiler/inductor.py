@@ -230,7 +230,7 @@ def _key(devices: GraphDevices, options: Options) -> str:
     settings = config.save_config_portable(ignore_private_configs=False)
     facts = [
         torch.__version__, torch.version.git_version, _digest_of_source(),
-        torch.are_deterministic_algorithms_enabled(),
+        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
         sorted((k, getattr(v, "__qualname__", repr(v))) for k, v in options.items()),
         devices.text,
     ]  # fmt: skip

@@ -474,7 +474,7 @@ class TokenFile(Protocol):
 
 def describe_file(file: TokenFile) -> str:
     """Its tokens and documents, in a few words for the user."""
-    return f"{file.num_tokens:,} tokens in {file.num_documents:,} documents, on disk"
+    return f"{file.num_tokens:,} tokens in {file.num_documents:,} documents"
 
 
 def check_range(path: Path, start: int, length: int, num_tokens: int) -> None:

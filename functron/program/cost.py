@@ -381,9 +381,10 @@ _NVLINK = ("A100", "H100", "H200", "B200", "GB200")
 def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
     """The FLOP/s that count as 100% of a device for products of `dtype`.
 
-    For well-known GPUs the data sheet's rate. For a CPU, whose rate depends on its clock and on the
-    threads this process has, and for any other GPU, what a large matrix product reaches here
-    (`measure_flops`).
+    For well-known GPUs the data sheet's rate; of float32 that of TF32, half of bfloat16's, where
+    torch computes products so in this process (`torch.set_float32_matmul_precision`). For a CPU,
+    whose rate depends on its clock and on the threads this process has, and for any other GPU, what
+    a large matrix product reaches here (`measure_flops`).
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -391,6 +392,8 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
         found = max((part for part in _PEAKS if part.upper() in name.upper()), key=len, default="")
         if found and not (found in _NVLINK and "PCIE" in name.upper()):
             bf16, fp32, fp64 = _PEAKS[found]
+            if torch.get_float32_matmul_precision() != "highest":
+                fp32 = max(fp32, bf16 / 2)
             return {torch.float32: fp32, torch.float64: fp64}.get(dtype, bf16)
     return measure_flops(device, dtype)
 

@@ -5,6 +5,7 @@ Everything is counted in programs of a `RunSetup` that are traced without data.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import torch
 from functron import checkpoint, optim
 from functron.core import random, tree
 from functron.core.chart import align_columns, bytes_text, count_text, table
+from functron.core.errors import refuse
 from functron.core.settings import value_at
 from functron.pipeline.partition import Part
 from functron.pipeline.registry import NAMES
@@ -24,7 +26,7 @@ from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd.params import ParamDef, abstract_params, num_params, param_specs
 from functron.spmd.spec import local_shape
 from functron.training.config import TrainConfig, configure
-from functron.training.setup import RunSetup
+from functron.training.setup import RunSetup, make_setup
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,52 @@ def step_report(setup: RunSetup, *, program: bool = False) -> str:
             "wanted pp=1; fix: leave --program out"
         )
     return f"{title}\n\n{pipeline_cost(setup)}"
+
+
+def step_peak_bytes(setup: RunSetup) -> int:
+    """The memory of the fullest rank in a training step; of `setup` on a simulated mesh."""
+    if not setup.is_pipelined:
+        return setup.program().memory().peak_bytes
+    return max(rank.state_bytes + rank.activation_bytes for rank in pipeline_cost(setup).ranks)
+
+
+_FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""The `capacity_factor` that are tried for a model that does not fit without."""
+
+
+def check_expert_memory(setup: RunSetup, device_bytes: int) -> None:
+    """Refuse a compiled step whose experts without a capacity cannot fit on a device.
+
+    Shapes of compiled programs are those of the worst case: all tokens of all ranks on one rank's
+    experts. Programs that are not compiled have room for the tokens that came, and are let by.
+
+    Args:
+        setup: of the run.
+        device_bytes: the memory of a device.
+
+    Raises:
+        ValueError: with the memory that the step takes, and the largest capacity that fits.
+    """
+    config, model = setup.config, setup.config.architecture
+    moe = getattr(model, "moe", None)
+    if moe is None or moe.capacity_factor or not config.compute.compile:
+        return
+
+    def peak_bytes(factor: float) -> int:
+        limited = replace(model, moe=replace(moe, capacity_factor=factor))
+        tried = replace(config, **{setup.family.name: limited})
+        return step_peak_bytes(make_setup(tried, setup.plain_mesh))
+
+    needed = peak_bytes(0.0)
+    if needed <= device_bytes:
+        return
+    fits = bisect.bisect_right(_FACTORS, device_bytes, key=peak_bytes)
+    fix = "more ranks for experts (ep) or fewer tokens a microbatch (microbatches)"
+    if fits:
+        fix = f"capacity_factor={_FACTORS[fits - 1]:g} of the model's moe fits; or {fix}"
+    got = f"no capacity, with which a rank takes up to {bytes_text(needed)}"
+    wanted = f"at most the {bytes_text(device_bytes)} of a device"
+    refuse("a step does not fit in memory", "capacity_factor", got, wanted, fix)
 
 
 def pipeline_cost(setup: RunSetup) -> PipelineCost:

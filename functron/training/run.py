@@ -23,6 +23,7 @@ from functron.checkpoint.memory import Memory
 from functron.checkpoint.saver import Moments, nowhere
 from functron.compiler.jit import jit
 from functron.core import random, tree
+from functron.core.errors import refuse
 from functron.data import Blend, Samples
 from functron.data.sampling import Gaps, RampUp, drawn, mix
 from functron.ops.launch import arch_of, usable
@@ -32,6 +33,7 @@ from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.spmd.flight import EVERYWHERE
 from functron.training import data, run_folder
 from functron.training.config import TrainConfig, configure
+from functron.training.costs import check_expert_memory
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
 from functron.training.loop import At, LoopHook, Request, close_with, end_process
 from functron.training.records import Reporter
@@ -243,6 +245,13 @@ def prepare(
     text = data.open_samples(config, reader=lambda _: tokenizer)
     held_out = open_sets(config, reader=lambda _: tokenizer)
     made, where = make_setup(config, mesh), torch.device(device)
+    if config.precision.float32_matmul == "high" and where.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(where)
+        if major < 8:
+            got, wanted = f"high on compute capability {major}.{minor}", "8.0 or more, with TF32"
+            refuse("this GPU has no TF32", "float32_matmul", got, wanted, "leave it out")
+    if where.type == "cuda":
+        check_expert_memory(made, torch.cuda.get_device_properties(where).total_memory)
     recipe = config.precision.recipe
     if recipe is not None and where.type == "cuda" and config.compute.kernels != "reference":
         capability = torch.cuda.get_device_capability(where)
@@ -325,6 +334,18 @@ def deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         filled.fill_uninitialized_memory = before[2]
+
+
+@contextmanager
+def torch_settings(config: TrainConfig) -> Iterator[None]:
+    """Torch computes as `config` says inside this with block; these are settings of the process."""
+    before = torch.get_float32_matmul_precision()
+    with deterministic() if config.compute.deterministic else nullcontext():
+        try:
+            torch.set_float32_matmul_precision(config.precision.float32_matmul)
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
 
 
 def count_samples(run: Run, steps: int) -> dict[str, Any]:

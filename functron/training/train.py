@@ -51,8 +51,8 @@ from functron.training.run import (
     Run,
     Session,
     count_samples,
-    deterministic,
     memory_hook,
+    torch_settings,
 )
 from functron.training.setup import Watch
 from functron.training.step import State
@@ -115,12 +115,11 @@ def train(
         out.mkdir(parents=True, exist_ok=True)
         run_folder.keep_tokenizer(out, config)
         run_folder.write_config(out, config)
-    # measured on all ranks at the same time, as they will run
-    peak = job.across(peak_flops(device, config.architecture.torch_dtype), dist.ReduceOp.SUM)
     with ExitStack() as stack:
         stack.enter_context(_note_checkpoints(out))
-        if config.compute.deterministic:
-            stack.enter_context(deterministic())
+        stack.enter_context(torch_settings(config))
+        # measured on all ranks at the same time, as they will run
+        peak = job.across(peak_flops(device, config.architecture.torch_dtype), dist.ReduceOp.SUM)
         stop = stack.enter_context(stop_requests())  # until the last save is complete
         events = out / records.EVENTS if job.main and out is not None else None
         write = stack.enter_context(records.event_log(events))

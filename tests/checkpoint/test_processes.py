@@ -50,6 +50,27 @@ def test_two_processes_save_in_the_background(torchrun, tmp_path):
     assert not list((tmp_path / "checkpoints").glob("*tmp*"))
 
 
+SLOW = """
+import os, runpy, sys, time
+from functron.checkpoint import database
+real = database.writing
+def write_late(folder, *about):
+    if os.environ["RANK"] == "1":
+        time.sleep(0.4)
+    return real(folder, *about)
+database.writing = write_late
+program, *sys.argv[1:] = sys.argv[1:]
+runpy.run_path(program, run_name="__main__")
+"""
+
+
+def test_waiting_for_a_slow_process_logs_nothing(torchrun, tmp_path):
+    done = torchrun(SLOW, 2, PROGRAM, tmp_path / "checkpoints", 1, tmp_path / "log")
+    assert checkpoint.steps(tmp_path / "checkpoints") == [1]
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if "timed out" in line or "timeout" in line] == []
+
+
 # The launcher of two ranks of the save loop, which kills one of them and tells the other to end as
 # torchrun does.
 KILLING = """

@@ -460,3 +460,22 @@ def test_only_this_machine_reaches_where_processes_meet():
         socket.create_connection(("127.0.0.2", port), 5)
     everywhere = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     socket.create_connection(("127.0.0.2", everywhere.port), 5).close()
+
+
+def test_the_allocator_of_a_gpu_grows_its_segments_unless_the_user_says_otherwise(monkeypatch):
+    for name in process.ALLOCATOR:
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
+    assert launch.device_type("auto") == "cpu"
+    assert not {*process.ALLOCATOR} & {*os.environ}
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 1)
+    assert launch.device_type("auto") == "cuda"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    for name in process.ALLOCATOR:
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+        assert process.grow_segments() == f"{name}=max_split_size_mb:64"
+        assert {*process.ALLOCATOR} & {*os.environ} == {name}
+        monkeypatch.delenv(name)

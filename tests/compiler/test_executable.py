@@ -53,6 +53,17 @@ def test_only_what_differs_is_shown(monkeypatch):
     assert all("add" in line for line in changes)
 
 
+def test_kernels_for_other_products_of_float32_have_another_key():
+    graph, before = torch.fx.symbolic_trace(lambda x: x @ x), torch.get_float32_matmul_precision()
+    keys = {inductor._key(graph, (), {}), inductor._key(graph, (), {})}
+    try:
+        torch.set_float32_matmul_precision("high")
+        keys.add(inductor._key(graph, (), {}))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(keys) == 2
+
+
 def test_what_a_compiler_makes_is_waited_for_at_the_end_of_a_block(monkeypatch):
     """Of the thread of the block; what another one compiles is waited for at once."""
     waited = []

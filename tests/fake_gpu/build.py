@@ -63,4 +63,7 @@ def build(folder: Path) -> tuple[Path, Path]:
     runtime, driver = folder / "libfake.so", folder / "libcuda.so.1"
     for into, name in ((runtime, folder / "runtime.c"), (driver, HERE / "driver.c")):
         subprocess.run([compiler, *options, "-o", into, name, "-lpthread", "-ldl"], check=True)
+    nvml = folder / "libnvidia-ml.so.1"
+    nvml.unlink(missing_ok=True)
+    nvml.symlink_to(driver.name)
     return runtime, driver

@@ -132,6 +132,24 @@ EXPORT int cuMemUnmap(void *at, size_t size) {
     return 0;
 }
 EXPORT int cuMemSetAccess(void *at, size_t size, const void *access, size_t count) { return 0; }
+/* torch looks for all of these before it makes a segment; none hands memory to another process here */
+#define REFUSED(name) EXPORT int name(void) { return 801; }
+REFUSED(cuMemGetAddressRange)
+REFUSED(cuMemExportToShareableHandle)
+REFUSED(cuMemImportFromShareableHandle)
+REFUSED(cuMemRetainAllocationHandle)
+REFUSED(cuMemGetAllocationPropertiesFromHandle)
+REFUSED(cuMemsetD32Async)
+REFUSED(cuStreamWriteValue32)
+/* NVML, for the same: no device is in a fabric */
+EXPORT int nvmlInit_v2(void) { return 0; }
+EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) { *device = (void *)0x3000; return 0; }
+EXPORT int nvmlDeviceGetGpuFabricInfoV(void *device, void *about) { return 0; }
+EXPORT int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *each) { *count = 0; return 0; }
+#define NOT_SUPPORTED(name) EXPORT int name(void) { return 3; }
+NOT_SUPPORTED(nvmlDeviceGetNvLinkRemoteDeviceType)
+NOT_SUPPORTED(nvmlDeviceGetNvLinkRemotePciInfo_v2)
+NOT_SUPPORTED(nvmlSystemGetCudaDriverVersion_v2)
 EXPORT int cuPointerGetAttribute(void *into, int attribute, void *at) { *(void **)into = at; return 0; }
 
 EXPORT int cuGetProcAddress_v2(const char *name, void **into, int version, unsigned long long flags, int *status) {

@@ -265,9 +265,17 @@ EXPORT size_t fake_drop_region(void *start, int *device) {
 /* The device of so many bytes at an address; -1: they are of none, or reach beyond what is there. */
 EXPORT int fake_find(const void *at, size_t size) {
     int found = -1;
+    char *begin = (char *)at, *end = begin + size;
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < num_regions && found < 0; i++)
-        if ((char *)at >= regions[i].start && (char *)at + size <= regions[i].start + regions[i].size) found = regions[i].device;
+    for (int i = 0; i < num_regions; i++) /* a segment that grew is regions one after another */
+        if (begin >= regions[i].start && begin + !!size <= regions[i].start + regions[i].size) {
+            begin = regions[i].start + regions[i].size;
+            if (begin >= end) {
+                found = regions[i].device;
+                break;
+            }
+            i = -1;
+        }
     pthread_mutex_unlock(&lock);
     return found;
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from functron.cli.process import ALLOCATOR
 from tests.fake_gpu import journal
 from tests.fake_gpu.journal import Process
 
@@ -140,3 +141,24 @@ def test_what_is_sent_over_nccl_is_hidden(train, axis, hidden):
         beside = [(call["name"], " ".join(names)) for call, names in journal.list_hiding(process)]
         for name, kernel in hidden.items():
             assert any(call == name and kernel in names for call, names in beside), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_segments_of_memory_grow_unless_the_user_says_otherwise(train, monkeypatch, ranks):
+    for variable in ALLOCATOR:
+        monkeypatch.delenv(variable, raising=False)
+    more = ("--mesh", "dp=2", "--check-replicas-every", "0") if ranks > 1 else ()
+    fixed = ("--steps", "2", "--global-batch", "2", "--seq", "64", "--nproc", str(ranks), *more)
+    found = train(*DENSE, *fixed)
+    assert len(found) == ranks
+    assert journal.find_errors(found) == journal.find_stray_contexts(found) == []
+    # memory that does not grow is taken by cudaMalloc, which is logged
+    assert [x for each in found for x in each.records if x["op"] == "malloc"] == []
+
+
+def test_a_setting_of_the_allocator_stays(train, monkeypatch):
+    for variable in ALLOCATOR:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    (process,) = train(*DENSE, "--steps", "2", "--global-batch", "2", "--seq", "64")
+    assert [x for x in process.records if x["op"] == "malloc"]

@@ -286,6 +286,12 @@ def test_peak_rates_and_memory(monkeypatch):
     assert peak_flops("cuda", torch.bfloat16) == 756e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     assert peak_flops("cuda", torch.float32) == 19.5e12
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert peak_flops("cuda", torch.float32) == 156e12  # the data sheet's TF32
+    finally:
+        torch.set_float32_matmul_precision(before)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GB200")
     assert peak_flops("cuda", torch.bfloat16) == 2500e12  # and not the 2250 of a B200
     before = peak_memory_bytes("cpu")

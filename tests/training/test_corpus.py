@@ -129,10 +129,12 @@ def test_masked_documents_train_equally_on_every_mesh(masked, tmp_path, mesh):
     assert got == pytest.approx(wanted, rel=1e-5)
 
 
-def test_random_tokens(tmp_path):
+def test_random_tokens(tmp_path, capsys):
     out = tmp_path / "run"
     found = losses(out, "--format", "mock", "--mask-documents", "--gpt.num-layers", "1")
     assert found[0] == pytest.approx(np.log(256), abs=0.5)  # any token is as likely as any other
+    introduced = [x for x in capsys.readouterr().out.splitlines() if x.startswith("data ")]
+    assert introduced == [f"data   random tokens: {2**50:,} tokens in {2**40:,} documents"]
 
 
 def test_an_objective_is_plain_functions(prefixes, monkeypatch):

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from functron import random, tree
 from functron.cli.main import main
+from functron.core.chart import bytes_text
 from functron.models import gpt
 from functron.pipeline.partition import Part
 from functron.spmd import Mesh
+from functron.training import costs
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, with_model
-from functron.training.costs import bubble_note, pipeline_cost
+from functron.training.costs import bubble_note, check_expert_memory, pipeline_cost
+from functron.training.run import prepare
 from functron.training.setup import make_setup
 
 CONFIG = configure(
@@ -122,3 +128,42 @@ def test_what_makes_a_bubble_smaller():
     assert "dualpipe" not in note  # which holds parameters twice
     for good in (configure(few, global_batch=64, microbatches=16), configure(few, mesh="dp=2")):
         assert bubble_note(make_setup(good, Mesh.parse(good.parallelism.mesh))) is None
+
+
+def test_experts_without_a_capacity_are_refused_where_the_worst_case_does_not_fit(monkeypatch):
+    config = with_model(TrainConfig(), "mixtral-tiny")
+    config = configure(
+        config, mesh="ep=4", seq=256, global_batch=8, format="mock", compile=True,
+        gpt=replace(config.gpt, num_layers=1),
+    )  # fmt: skip
+    mesh = Mesh(ep=4)
+
+    def made(factor, **given):
+        moe = replace(config.gpt.moe, capacity_factor=factor)
+        return make_setup(configure(config, gpt=replace(config.gpt, moe=moe), **given), mesh)
+
+    def peak_bytes(setup):  # each program is traced once
+        factor = setup.config.gpt.moe.capacity_factor
+        if factor not in peaks:
+            peaks[factor] = setup.program().memory().peak_bytes
+        return peaks[factor]
+
+    peaks = {}
+    monkeypatch.setattr(costs, "step_peak_bytes", peak_bytes)
+    monkeypatch.setattr(costs, "_FACTORS", (1.0, 1.5, 2.0))
+    for factor in (0.0, 1.0, 1.5, 2.0):
+        peak_bytes(made(factor))
+    assert peaks[1.0] < peaks[1.5] < peaks[2.0] < peaks[0.0]
+    check_expert_memory(made(0.0), peaks[0.0])
+    for room, factor in ((peaks[2.0] - 1, 1.5), (peaks[1.0], 1.0)):
+        wanted = (
+            rf"wanted at most the {re.escape(bytes_text(room))} .* capacity_factor={factor:g} of"
+        )
+        with pytest.raises(ValueError, match=wanted):
+            check_expert_memory(made(0.0), room)
+        check_expert_memory(made(0.0, compile=False), room)  # which makes room for what came
+        check_expert_memory(made(factor), room)
+    few = SimpleNamespace(total_memory=peaks[1.0] - 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    with pytest.raises(ValueError, match=r"fix: more ranks for experts"):
+        prepare(made(0.0).config, mesh, "cuda")

@@ -344,6 +344,21 @@ def test_why_a_run_left_is_an_event(tmp_path):
     assert (event["kind"], event["step"], event["signal"]) == ("signal", 1, "SIGUSR1")
 
 
+def test_products_of_float32_are_those_of_the_configuration_in_a_run_alone():
+    seen, before = [], torch.get_float32_matmul_precision()
+    for chosen in ("highest", "high"):
+        run = prepare(configure(steps=1, global_batch=2, seq=16, float32_matmul=chosen), Mesh())
+
+        def step(state, batch, run=run):
+            matmul = torch.backends.cuda.matmul
+            seen.append((matmul.allow_tf32, matmul.fp32_precision))
+            return run.step(state, batch)
+
+        train(replace(run, step=step), None)
+        assert torch.get_float32_matmul_precision() == before
+    assert seen == [(False, "ieee"), (True, "tf32")]
+
+
 def test_another_ranks_signal_stops_this_one():
     asked = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -365,3 +366,26 @@ def test_compiled_steps_are_those_of_every_policy(name):
             state, metrics = run.step(state, batch | {"rows": torch.zeros(1, dtype=torch.int64)})
         found.append(float(metrics["loss"]))
     assert found[1] == pytest.approx(found[0], rel=5e-3)
+
+
+def test_a_run_on_a_gpu_says_how_products_of_float32_are_computed():
+    def said(device, **given):
+        config = configure(**given)
+        run = SimpleNamespace(config=config, device=torch.device(device))
+        return config.precision.introduce(run)
+
+    assert said("cpu") == said("cpu", float32_matmul="high") == []
+    assert "not as TF32" in said("cuda")[0]
+    assert said("cuda", float32_matmul="high") == [
+        "matmul products of float32 are computed as TF32"
+    ]
+    bf16 = {"gpt__dtype": "bfloat16", "optimizer__fp32_masters": True}
+    assert said("cuda", **bf16) == []
+    assert said("cuda", **bf16, float32_matmul="high")
+
+
+def test_tf32_is_refused_on_gpus_without(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    config = configure(float32_matmul="high", global_batch=2, seq=16, format="mock")
+    with pytest.raises(ValueError, match=r"float32_matmul: got high on compute capability 7\.0"):
+        prepare(config, Mesh(), "cuda")

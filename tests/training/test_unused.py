@@ -47,6 +47,7 @@ ALWAYS = [
     "lora_rank",
     "precision",
     "products",
+    "float32_matmul",
     "remat",
     "kernels",
     "loss_chunk_tokens",

@@ -217,6 +217,13 @@ class Hardware:
         found = self.peak_flops.get(name, self.peak_flops.get("float32"))
         return max(self.peak_flops.values()) if found is None else found
 
+    def computing(self, float32_matmul: str) -> Hardware:
+        """This machine with float32 products as `torch.set_float32_matmul_precision` names them."""
+        if float32_matmul == "highest" or "tf32" not in self.peak_flops:
+            return self
+        peaks = {**self.peak_flops, "float32": self.peak_flops["tf32"]}
+        return dataclasses.replace(self, peak_flops=peaks)
+
     def matmul_seconds(
         self, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, batch: int = 1
     ) -> float:

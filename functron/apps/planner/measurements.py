@@ -604,6 +604,7 @@ def estimate_run(made: RunSetup, machine: Hardware) -> Estimate:
         ValueError: the model cannot run on the mesh, or the batch does not divide.
     """
     config, mesh = made.config, made.plain_mesh
+    machine = machine.computing(config.precision.float32_matmul)
     compiled, _ = made.choose_compiled(not machine.host.computes)
     software = FUNCTRON if compiled else UNCOMPILED
     if config.family.name != "gpt" or config.lora.adapters is not None:

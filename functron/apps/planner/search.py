@@ -631,6 +631,8 @@ class Choices:
         if self.config.lora.adapters is not None:
             title, wanted = "cannot plan adapters", "0: plans are for training all parameters"
             refuse(title, "lora_rank", str(self.config.lora.rank), wanted, "leave it out")
+        computing = self.machine.computing(self.config.precision.float32_matmul)
+        object.__setattr__(self, "machine", computing)
 
     def space(self, gpus: int, **given: Any) -> Space:
         """The candidates on so many GPUs; `given` are further fields of `Space`."""

@@ -190,6 +190,23 @@ def test_a_gpu_that_is_known_needs_no_name(monkeypatch):
     assert own_machine(config, "cuda") is None
 
 
+def test_products_as_tf32_are_foreseen():
+    """By hand: a step with no other work than products, at the rates of the data sheet."""
+    config = with_model(configure(seq=2048, global_batch=2, format="mock"), "llama3-tiny")
+    sizes = {"num_layers": 1, "embed_dim": 4096, "mlp_dim": 16384, "max_seq": 2048}
+    config = configure(config, gpt=replace(config.gpt, **sizes), compile=True)
+    machine = hardware("h100")
+    parts = []
+    for chosen in ("highest", "high"):
+        made = make_setup(configure(config, float32_matmul=chosen), Mesh())
+        parts.append(planner.estimate_run(made, machine).parts)
+    rates = machine.peak_flops
+    ratio = rates["tf32"] / rates["float32"]
+    assert parts[0]["products"] / parts[1]["products"] == pytest.approx(ratio, rel=0.02)
+    choices = Choices(configure(config, float32_matmul="high"), machine)
+    assert choices.machine.peak(torch.float32) == rates["tf32"]
+
+
 @pytest.mark.applications("zoo")
 def test_the_machine_of_a_model_that_is_no_gpt_is_not_asked_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "NVIDIA H100 80GB HBM3")
