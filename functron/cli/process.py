@@ -5,6 +5,7 @@ The only module that reads environment variables: torchrun's, the allocator's, `
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -95,22 +96,35 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 """The variables with settings of torch's allocator of a GPU's memory, which it reads when it is
 first used; the last of them is the newest."""
 _SEGMENTS = "expandable_segments:True"
+_NVML = "libnvidia-ml.so.1"
 
 
 def grow_segments() -> str:
     """Have the allocator of a GPU's memory grow its segments, unless the user has set it otherwise.
 
     Segments of fixed sizes leave gaps that nothing fits into. To be called before memory is used;
-    processes that this one starts have the same setting.
+    processes that this one starts have the same setting. They stay fixed where NVIDIA's management
+    library is missing, as in containers without the capability "utility": torch's allocator calls
+    it unseen to map a segment.
 
     Returns:
         The setting in force, for the user.
     """
     given = next((name for name in ALLOCATOR if name in os.environ), None)
+    if given is None and not _has_library(_NVML):
+        return f"in segments of fixed sizes: {_NVML} is missing, which growing ones need"
     if given is None:
         os.environ[ALLOCATOR[-1]] = _SEGMENTS
     name = given or ALLOCATOR[-1]
     return f"{name}={os.environ[name]}"
+
+
+def _has_library(name: str) -> bool:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
 
 
 def _read_number(text: str) -> int:

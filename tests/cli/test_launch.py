@@ -471,6 +471,11 @@ def test_the_allocator_of_a_gpu_grows_its_segments_unless_the_user_says_otherwis
     assert not {*process.ALLOCATOR} & {*os.environ}
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(process, "_has_library", lambda name: False)
+    assert launch.device_type("auto") == "cuda"
+    assert not {*process.ALLOCATOR} & {*os.environ}
+    assert "libnvidia-ml.so.1 is missing" in process.grow_segments()
+    monkeypatch.setattr(process, "_has_library", lambda name: True)
     assert launch.device_type("auto") == "cuda"
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     for name in process.ALLOCATOR:
