@@ -363,7 +363,7 @@ def wants_copies(
     """Whether gradients that nothing is added to need float32 copies.
 
     False where all that reads them computes in float32 by itself, as it goes: `optim.global_norm`
-    and what else is here, and optimizers that say so (`GradientTransformation.widens`).
+    and what else is here, and optimizers whose field ``widens`` says so.
     """
     known = all(metric is grad_norm or isinstance(metric, _NormMetric) for metric in metrics)
     float32 = {g.dtype, g.reduce_dtype} <= {None, torch.float32}
