@@ -286,7 +286,7 @@ class Ranks:
     def _wait(self, key: str, sender: int) -> bytes:
         begun = heard = time.monotonic()
         seen = None
-        # not the wait of a store, which logs two lines of a warning whenever it comes to its timeout
+        # not the wait of a store, which logs two lines of a warning whenever its time is over
         while not self._store.check([key]):
             self.beat()
             beats = self._store.add(f"{self._prefix}/beat/{sender}", 0)
