@@ -468,7 +468,7 @@ class PrecisionConfig:
     name: Precision = setting("auto", "common shapes step", short="precision")
     products: str = setting("", "shapes step")
     gather_as: Literal["", "bfloat16", "quantised"] = setting("", "step")
-    float32_matmul: Literal["highest", "high"] = setting("highest", "step")
+    float32_matmul: Literal["highest", "high"] = setting("highest")
 
     def introduce(self, run: Any) -> list[str]:
         """How a GPU computes products of float32, where a run has them or asks for another way."""

@@ -338,9 +338,8 @@ def make_step(
 
     def compute(state: State, batch: tree.Tree) -> tuple[dict, tree.Tree, Any]:
         key = random.fold_in(state.key, state.step) if g.draws else None
-        scale = optim.loss_scale(state.opt_state)
-        num_targets = g.num_targets(batch)
-        return *g(state.params, batch, key, num_targets, scale, widen=widen), num_targets
+        given = g.num_targets(batch), optim.loss_scale(state.opt_state)
+        return *g(state.params, batch, key, *given, widen=widen), given[0]
 
     def update(state: State, found: dict, grads: tree.Tree, num_targets: Any) -> tuple[State, dict]:
         with named_scope("sync"):

@@ -55,10 +55,11 @@ def test_only_what_differs_is_shown(monkeypatch):
 
 def test_kernels_for_other_products_of_float32_have_another_key():
     graph, before = torch.fx.symbolic_trace(lambda x: x @ x), torch.get_float32_matmul_precision()
-    keys = {inductor._key(graph, (), {}), inductor._key(graph, (), {})}
+    devices = inductor.GraphDevices.of(graph, ())
+    keys = {inductor._key(devices, {}), inductor._key(devices, {})}
     try:
         torch.set_float32_matmul_precision("high")
-        keys.add(inductor._key(graph, (), {}))
+        keys.add(inductor._key(devices, {}))
     finally:
         torch.set_float32_matmul_precision(before)
     assert len(keys) == 2

@@ -1,4 +1,4 @@
-"""The protocol: seven functions, extra arguments, and an optimizer as a user would write one."""
+"""The protocol: seven functions and a flag, extra arguments, and an optimizer as a user would write one."""
 
 import inspect
 
@@ -16,8 +16,8 @@ def copied(value=GRADS):
     return tree.map(torch.clone, value)
 
 
-def test_there_are_seven_functions():
-    wanted = ("init", "update", "step_", "specs", "grad_specs", "bind", "elementwise")
+def test_there_are_seven_functions_and_a_flag():
+    wanted = ("init", "update", "step_", "specs", "grad_specs", "bind", "elementwise", "widens")
     assert optim.GradientTransformation._fields == wanted
     for made in (optim.scale(0.1), optim.adamw(0.1), optim.chain(), optim.with_limit(optim.sgd(1))):
         assert isinstance(made.bind(P()), optim.GradientTransformation)
