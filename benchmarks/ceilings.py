@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import os
 import platform
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from kernel_case import Clock, bandwidth
 from measure import Row, row, tried
 
 
@@ -27,12 +27,11 @@ def facts(args: argparse.Namespace) -> Iterator[Row]:
         about |= {"device": found.name, "gib": round(found.total_memory / 2**30, 1)}
         about |= {"cuda": torch.version.cuda, "multiprocessors": found.multi_processor_count}
     yield row("machine", **about)
-    kernels: Any = importlib.import_module("kernels")  # of this folder, not the sources
     device = torch.device(args.device)
-    clock = kernels.Clock(device, 2 if args.tiny else 10)
+    clock = Clock(device, 2 if args.tiny else 10)
     for name in ("bfloat16", "fp8", "tf32", "float32"):
         yield tried(f"matmul {name}", multiply, clock, name, 64 if args.tiny else 8192)
-    copied = kernels.bandwidth(clock, args.tiny)
+    copied = bandwidth(clock, args.tiny)
     yield row("memory, a copy", gb_per_s=copied / 1e9)
     if args.device == "cuda":
         yield tried("launches", launch, clock)

@@ -1,9 +1,11 @@
-"""Operands of kernels, and who else computes the same: what `kernel_cases.py` is made of."""
+"""Operands of kernels, who else computes the same, and how long calls take on one device."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +13,10 @@ from typing import Any, Protocol
 import torch
 
 Program = Callable[[], Any]
+WARM_UP = 3
+L2_BYTES, COPY_BYTES = 256 * 2**20, 2**30
+SLEEP_CYCLES = 2_000_000
+"""About a millisecond: the time to enqueue a call while the GPU waits."""
 
 
 @dataclass(frozen=True)
@@ -180,3 +186,48 @@ def difference(case: Case) -> float:
 
 def _changed(now: Any, before: Any) -> bool:
     return isinstance(now, torch.Tensor) and not torch.equal(now, before)
+
+
+class Clock:
+    """Times calls on one device.
+
+    Attributes:
+        device: the device.
+        repeats: calls of which the median is taken.
+    """
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+        size = L2_BYTES if device.type == "cuda" else 1
+        self._flush = torch.empty(size, dtype=torch.int8, device=device)
+
+    def median(self, run: Program) -> float:
+        """Seconds of a call, alone on the device and with cold caches."""
+        for _ in range(WARM_UP if self.device.type == "cuda" else 1):
+            run()
+        if self.device.type != "cuda":
+            return statistics.median(self._host(run) for _ in range(self.repeats))
+        pairs = [self._events(run) for _ in range(self.repeats)]
+        torch.cuda.synchronize()
+        return statistics.median(begun.elapsed_time(done) / 1e3 for begun, done in pairs)
+
+    def _events(self, run: Program) -> tuple[Any, Any]:
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        begun.record()
+        run()
+        done.record()
+        return begun, done
+
+    def _host(self, run: Program) -> float:
+        begun = time.perf_counter()
+        run()
+        return time.perf_counter() - begun
+
+
+def bandwidth(clock: Clock, tiny: bool) -> float:
+    """Bytes per second that a copy reads and writes."""
+    x = torch.empty(2**20 if tiny else COPY_BYTES, dtype=torch.int8, device=clock.device)
+    y = torch.empty_like(x)
+    return 2 * x.numel() / clock.median(lambda: y.copy_(x))

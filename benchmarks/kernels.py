@@ -17,7 +17,6 @@ import datetime
 import gc
 import importlib.util
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ if importlib.util.find_spec("functron") is None:  # a checkout that is not insta
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from kernel_case import FULL, TINY, Given, Program, difference, liger
+from kernel_case import FULL, TINY, Clock, Given, bandwidth, difference, liger
 from kernel_cases import CASES
 from torch.nn import functional as F
 
@@ -40,52 +39,11 @@ from functron.ops.launch import usable
 
 BUDGET = 480.0
 """Seconds for everything; what is left when they are over is not compiled by Inductor."""
-REPEATS, WARM_UP = 20, 3
-L2_BYTES, COPY_BYTES = 256 * 2**20, 2**30
-SLEEP_CYCLES = 2_000_000
-"""About a millisecond: the time to enqueue a call while the GPU waits."""
+REPEATS = 20
 AGREE_WITHIN = 2e-2
 """Of norms, relative: results are rounded to bfloat16, or to 8 bits."""
 OF_COPY, OF_INDUCTOR, OF_LIGER, OF_MEMORY = 0.8, 1.2, 1.0, 0.15
 """The targets: of the bandwidth of a copy, times as fast as, and of the memory of logits."""
-
-
-class Clock:
-    """Times calls on one device.
-
-    Attributes:
-        device: the device.
-        repeats: calls of which the median is taken.
-    """
-
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats = device, repeats
-        size = L2_BYTES if device.type == "cuda" else 1
-        self._flush = torch.empty(size, dtype=torch.int8, device=device)
-
-    def median(self, run: Program) -> float:
-        """Seconds of a call, alone on the device and with cold caches."""
-        for _ in range(WARM_UP if self.device.type == "cuda" else 1):
-            run()
-        if self.device.type != "cuda":
-            return statistics.median(self._host(run) for _ in range(self.repeats))
-        pairs = [self._events(run) for _ in range(self.repeats)]
-        torch.cuda.synchronize()
-        return statistics.median(begun.elapsed_time(done) / 1e3 for begun, done in pairs)
-
-    def _events(self, run: Program) -> tuple[Any, Any]:
-        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._flush.zero_()
-        torch.cuda._sleep(SLEEP_CYCLES)
-        begun.record()
-        run()
-        done.record()
-        return begun, done
-
-    def _host(self, run: Program) -> float:
-        begun = time.perf_counter()
-        run()
-        return time.perf_counter() - begun
 
 
 @dataclass
@@ -221,13 +179,6 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def bandwidth(clock: Clock, tiny: bool) -> float:
-    """Bytes per second that a copy reads and writes."""
-    x = torch.empty(2**20 if tiny else COPY_BYTES, dtype=torch.int8, device=clock.device)
-    y = torch.empty_like(x)
-    return 2 * x.numel() / clock.median(lambda: y.copy_(x))
 
 
 def milliseconds(value: float | str | None) -> str:
