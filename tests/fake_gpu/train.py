@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from functron.apps.planner.machines import hardware
+from functron.apps.planner.measurements import estimate_run
 from functron.cli.main import main
 from functron.core.settings import setting
-from functron.training.costs import pipeline_cost
 from functron.training.loop import At, LoopHook
 from functron.training.run import Session
 from functron.training.setup import RunSetup, make_setup
@@ -21,7 +22,7 @@ def say(text: str) -> None:
 class Marks(LoopHook):
     """The beginning of each step, and at the end the highest memory and what was promised."""
 
-    def __init__(self, session: Session, promised: int):
+    def __init__(self, session: Session, promised: float):
         self.session, self.promised = session, promised
 
     def before(self, at: At) -> None:
@@ -34,12 +35,11 @@ class Marks(LoopHook):
         say(f'"op": "memory", "peak": {peak}, "promised": {self.promised}')
 
 
-def promise_bytes(setup: RunSetup) -> int:
+def promise_bytes(setup: RunSetup) -> float:
     """The peak of the fullest rank, of programs traced without memory."""
     plain = make_setup(setup.config, setup.plain_mesh)
     if plain.is_pipelined:
-        ranks = pipeline_cost(plain).ranks
-        return max(rank.state_bytes + rank.activation_bytes for rank in ranks)
+        return estimate_run(plain, hardware("h100")).memory_bytes
     return plain.program().memory().peak_bytes
 
 
