@@ -251,6 +251,8 @@ def test_incomplete_blocks(text, shape):
     grid = (-(-shape[0] // rows), -(-shape[1] // 128))
     assert (got.values.shape, got.scales.shape) == (x.shape, (2, *grid))
     for i, j in np.ndindex(*grid):
+        if 3 < i < grid[0] - 1:  # rows within
+            continue
         at = (slice(None), slice(rows * i, rows * (i + 1)), slice(128 * j, 128 * (j + 1)))
         part = torch.zeros(2, rows, 128)
         height, width = x[at].shape[1:]
@@ -258,8 +260,6 @@ def test_incomplete_blocks(text, shape):
         want = made(part, text)
         assert np.array_equal(codes(got.values[at]), codes(want.values[:, :height, :width]))
         assert torch.equal(got.scales[:, i, j], want.scales[:, 0, 0])
-        if i > 8:  # of many rows
-            break
     back = dequantise(got)
     assert back.shape == x.shape
     assert ((back - x).norm() / x.norm()) < 0.1
