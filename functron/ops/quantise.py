@@ -202,7 +202,7 @@ class Quantised(NamedTuple):
         Of ``values`` ``[rows, cols]``, as the left operand, or as ``values.mT`` the right one: of
         1x128 (``ScalingType.BlockWise1x128``) ``[rows, cols / 128]`` with strides ``[1, rows]``; of
         128x128 (``BlockWise128x128``) ``[padded, rows / 128]`` with strides ``[1, padded]``, where
-        padded is ``cols / 128`` rounded up to 4. `scaled_mm` wants complete blocks.
+        padded is ``cols / 128`` rounded up to 4. torch wants complete blocks.
 
         Raises:
             ValueError: a batch of matrices, or other blocks (of those of 32 and 16 it wants scales

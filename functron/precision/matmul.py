@@ -567,8 +567,8 @@ def grouped_product(
         zeros_back: bool = True,
         history: Tensor | None = None,
     ) -> Tensor:
-        shape = tuple(x.shape)
-        check_sizes(recipe, shape, (w.shape[1], w.shape[2]), path=path, split=split.shards())
+        row = (1, x.shape[1])  # each is a matrix
+        check_sizes(recipe, row, (w.shape[1], w.shape[2]), path=path, split=split.shards())
         _check_history(recipe, history, path, (len(w),))
 
         def forward(

@@ -35,6 +35,7 @@ https://arxiv.org/abs/1710.03740).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -321,18 +322,18 @@ def check_sizes(
         ValueError: with every dim, the nearest sizes that fit, and for which product.
     """
     inputs, outputs = ("inputs", w[0], split[0]), ("outputs", w[1], split[1])
-    sizes = {"fprop": inputs, "dgrad": outputs, "wgrad": ("tokens", x[-2], True)}
-    across = {"fprop": outputs, "dgrad": inputs}
+    tokens = ("tokens", math.prod(x[:-1]), True)
+    summed = {"fprop": inputs, "dgrad": outputs, "wgrad": ("tokens", x[-2], True)}
+    across = {"fprop": (tokens, outputs), "dgrad": (tokens, inputs), "wgrad": (inputs, outputs)}
     found: dict[tuple, Problem] = {}
     for name, part in recipe.products():
         if name != "fprop" and not backward:
             continue
-        dim, size, cut = sizes[name]
+        dim, size, cut = summed[name]
         depth = part.depth if cut else part.least_depth
         rows = [(dim, size, depth * (runs if name == "wgrad" and depth > 1 else 1))]
-        if name in across:
-            dim, size, cut = across[name]
-            rows.append((dim, size, part.right.block[0] if cut or part.right.complete else 1))
+        for (dim, size, cut), form in zip(across[name], (part.left, part.right), strict=True):
+            rows.append((dim, size, form.block[0] if cut or form.complete else 1))
         for dim, size, block in rows:
             if size % block:
                 got, wanted, fix = undivided(

@@ -141,7 +141,7 @@ def scratch_bytes(equation: Equation) -> int:
 
 
 def _padded_bytes(equation: Equation) -> int:
-    """What tensor cores are given, and give, in place of values with incomplete blocks of 128."""
+    """Copies for tensor cores of operands with incomplete blocks of 128, and of their result."""
     (a, _, _, b, _, _, *blocks, dtype, emulate), block = equation.args, 128
     if emulate or not all(name in ("1x128", "128x128") for name in blocks):
         return 0

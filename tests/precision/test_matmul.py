@@ -430,6 +430,21 @@ def test_sizes_that_blocks_do_not_divide(operands):
     with pytest.raises(ValueError, match=r"tokens \(wgrad\): got 128; wanted a multiple of 256"):
         zigzag(randn(2, 128, 256), w)
     assert block(randn(2, 100, 256), w.detach()).shape == (2, 100, 128)  # forward needs no tokens
+    # squares of activations have whole blocks of tokens, and of what ranks share
+    squares = "e4m3@128x128*e4m3@1x128", "e4m3@1x128*e4m3@128x128"
+    first = product(Recipe.parse(f"fprop={squares[0]} dgrad=high wgrad=high"))
+    with pytest.raises(ValueError, match=r"tokens \(fprop\): got 200; wanted a multiple of 128"):
+        first(randn(2, 100, 200), randn(200, 130))
+    assert first(randn(2, 64, 200), randn(200, 130)).shape == (2, 64, 130)
+    last = product(Recipe.parse(f"fprop=high dgrad=high wgrad={squares[1]}"), outer="tp")
+    split = ft.shard_map(last, Mesh(tp=2), (P(), P(None, "tp")), P(None, "tp"))
+    with pytest.raises(ValueError, match=r"outputs \(wgrad\): got 96; wanted a multiple of 128"):
+        torch.func.vjp(split, randn(128, 200), randn(200, 192))
+    assert torch.func.vjp(split, randn(128, 200), randn(200, 256))[0].shape == (128, 256)
+    with pytest.raises(ValueError, match=r"tokens \(fprop\): got 1; wanted a multiple of 128"):
+        grouped_product(Recipe.parse(f"fprop={squares[0]} dgrad=high wgrad=high"))(
+            randn(128, 256), randn(1, 256, 128), torch.tensor([128])
+        )
     params, x, _ = operands
     mapped = ft.shard_map(pair(RECIPES["fp8-block"], WHOLE), Mesh(tp=8), (SPECS, WHOLE), WHOLE)
     with pytest.raises(
@@ -694,8 +709,10 @@ LAYOUTS = {  # mesh, axes of experts, stream
         pytest.param(recipe, name, marks=[] if name == (by_default or name) else pytest.mark.full)
         for recipe, by_default in (
             ("fp8-tensor", ""), ("fp8-row", "dp=2,ep=2,tp=2"), ("mxfp8", "ep=2,tp=2 folded"),
+            ("fp8-block", "ep=2"),
         )
         for name in LAYOUTS
+        if recipe != "fp8-block" or "dp=2" not in name  # 64 of an expert's 128 on each rank of tp
     ],
 )  # fmt: skip
 def test_a_layer_of_experts_on_every_mesh(recipe, name, monkeypatch):
