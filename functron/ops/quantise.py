@@ -3,7 +3,8 @@
 The quantised values are ``x * by``, rounded to nearest with ties to even, and come with ``1 / by``.
 Numbers beyond the format's largest one saturate; in blocks there are none, as a block's largest
 magnitude becomes it. Elements that are not finite become NaN, with all of their block, whose scale
-is NaN too: no overflow is hidden. Blocks of zeros have scale 1.
+is NaN too: no overflow is hidden. Blocks of zeros have scale 1. Those of 128 may be incomplete at a
+matrix's ends, as in DeepSeek-V3's weights: ``ceil(rows / 128)`` rows of 128x128 blocks.
 
 `QuantisedFormat` names the format of an operand, and `quantise` makes it:
 
@@ -139,6 +140,11 @@ class QuantisedFormat:
         return _BLOCKS.get(self.blocks, (1, 1))
 
     @property
+    def complete(self) -> bool:
+        """Whether blocks must divide a matrix; False: those at its ends may be smaller."""
+        return _TILE not in self.block
+
+    @property
     def shared(self) -> Literal["tensor", "row", ""]:
         """Whose largest magnitude `quantise` must be given; "" where blocks find their own."""
         if self.blocks == "row":
@@ -196,7 +202,7 @@ class Quantised(NamedTuple):
         Of ``values`` ``[rows, cols]``, as the left operand, or as ``values.mT`` the right one: of
         1x128 (``ScalingType.BlockWise1x128``) ``[rows, cols / 128]`` with strides ``[1, rows]``; of
         128x128 (``BlockWise128x128``) ``[padded, rows / 128]`` with strides ``[1, padded]``, where
-        padded is ``cols / 128`` rounded up to 4.
+        padded is ``cols / 128`` rounded up to 4. torch wants complete blocks.
 
         Raises:
             ValueError: a batch of matrices, or other blocks (of those of 32 and 16 it wants scales
@@ -285,7 +291,7 @@ def quantise(
     as that rounding, 1/16. No derivative, no collectives.
 
     Args:
-        x: [..., rows, cols], floating point; blocks divide both.
+        x: [..., rows, cols], floating point; blocks divide both, where they must be `complete`.
         format: of the result.
         amax: as `magnitude` makes it; None for blocks that find their own.
         draw: the bits, for a stochastic format.
@@ -462,7 +468,8 @@ def _check_format(
     if x.dim() < 2 or not x.is_floating_point():
         got = f"{x.dtype} of shape {tuple(x.shape)}"
         found.append(Problem("x", got, "a matrix of floating-point numbers", "use x[None].float()"))
-    for dim, block in zip((-2, -1), format.block, strict=True) if not found else ():
+    checked = not found and format.complete
+    for dim, block in zip((-2, -1), format.block, strict=True) if checked else ():
         if x.shape[dim] % block:
             found.append(Problem(f"dim {dim} of x", *undivided(x.shape[dim], block, format.blocks)))
     rows = x.shape[:-1] if format.shared == "row" else x.shape[:-2]
@@ -524,7 +531,9 @@ def _format_rows(f: QuantisedFormat, x, amax, key, outer, inner, salt) -> tuple:
     if key is not None:
         bits = torch.stack([_bits_at(*one, salt) for one in zip(key, outer, inner, strict=True)])
     (rows, cols), (height, width) = f.block, x.shape[1:]
-    parts = x.reshape(len(x), height // rows, rows, width // cols, cols)
+    tall, wide = -(-height // rows), -(-width // cols)
+    more = (0, wide * cols - width, 0, tall * rows - height)
+    parts = (F.pad(x, more) if any(more) else x).reshape(len(x), tall, rows, wide, cols)
     whole = x.new_empty(len(x), 0, 0)
     most = _largest(parts) if amax is None else amax.reshape(*amax.shape, *[1] * (3 - amax.dim()))
     if f.blocks in _TWO_LEVELS:
@@ -533,7 +542,7 @@ def _format_rows(f: QuantisedFormat, x, amax, key, outer, inner, salt) -> tuple:
         by, scales = _scales(most, MOST[f.dtype], f.power_of_two or f.blocks == "1x32")
     scaled = parts * by[:, :, None, :, None] if f.blocks in _BLOCKS else x * by
     # 0 times an infinity is NaN, which a largest magnitude from elsewhere does not tell
-    scaled = scaled.reshape(x.shape).add_(x, alpha=0)
+    scaled = scaled.reshape(len(x), tall * rows, wide * cols)[:, :height, :width].add_(x, alpha=0)
     if f.blocks == "1x32":
         scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
     values = _round_to_dtype(scaled, f.dtype, bits)
@@ -604,7 +613,7 @@ def _format_kernel(launch: Launch, x, amax, key, outer, inner, salt, text, emula
     if f.blocks == "1x128":
         found = found.mT
     elif f.blocks == "128x128":
-        found = found[..., : x.shape[2] // f.block[1]]
+        found = found[..., : -(-x.shape[2] // f.block[1])]
     found = found if f.shared else _copy(found)
     found = found.view(E8M0) if f.blocks == "1x32" else found
     return values, found, x.new_empty(len(x), 0, 0, dtype=torch.float32)
@@ -648,7 +657,8 @@ def _format_fake(x, amax, key, outer, inner, salt, text, emulate) -> tuple:
     f = QuantisedFormat.parse(text)
     batch, height, width = x.shape
     rows, cols = f.block
-    sizes = {"tensor": (1, 1), "row": (height, 1)}.get(f.blocks, (height // rows, width // cols))
+    grid = (-(-height // rows), -(-width // cols))
+    sizes = {"tensor": (1, 1), "row": (height, 1)}.get(f.blocks, grid)
     two = f.blocks in _TWO_LEVELS
     return (
         x.new_empty((batch, height, width // 2 if f.dtype == E2M1 else width), dtype=f.dtype),

@@ -11,8 +11,9 @@ dy for that of w, each in its format. Saved for backward are x, w and the magnit
   it is taken over all axes in force, unless ``rows`` says which ones split tokens.
 * Of "row" formats it comes from the maximum along what is summed, over the axes that split that:
   ``inner`` in forward, ``outer`` for the gradient of x, those of tokens for that of w.
-* Blocks lie within a shard. Sizes that they do not divide are refused, on one device as well: so a
-  layer that runs on one runs with the same numbers wherever its shards are multiples.
+* Blocks lie within a shard: sizes of shards that they do not divide are refused. Those of 128 may
+  be incomplete at the ends of a dim of inputs or outputs that no axis splits; other sizes that
+  blocks do not divide are refused on one device as well.
 * Random numbers belong to global positions, so ``rows`` must say how tokens are split, and
   ``index`` where they are, if not in order.
 
@@ -153,7 +154,8 @@ def product(
     call = custom_vjp(value, forward, backward)
 
     def multiply(x: Tensor, w: Tensor | Encoded, history: Tensor | None = None) -> Tensor:
-        check_sizes(recipe, tuple(x.shape), (w.shape[0], w.shape[1]), path=path, backward=False)
+        sizes, shards = (w.shape[0], w.shape[1]), split.shards()
+        check_sizes(recipe, tuple(x.shape), sizes, path=path, split=shards, backward=False)
         _check_history(recipe, history, path)
         like, codes = _split_codes(w)
         return call(x, like, codes, history, (key, None if index is None else tuple(index)))
@@ -232,6 +234,10 @@ class _MatmulSplit(NamedTuple):
         return tuple(
             name for name, axis in here.axes.items() if axis is not None and name not in known
         )
+
+    def shards(self) -> tuple[bool, bool]:
+        """Whether ranks have parts of the inputs, and of the outputs."""
+        return lax.axis_size(self.inner) > 1, lax.axis_size(self.outer) > 1
 
     def everywhere(self) -> tuple[str, ...]:
         """The axes over which any operand is split."""
@@ -312,7 +318,8 @@ class _QuantisedLayer(NamedTuple):
     def check(self, x: Tensor, w: Tensor, codes: Codes | None) -> None:
         """Refuse what cannot be differentiated: sizes, and cotangents that are partial sums."""
         sizes = (w.shape[0], w.shape[1])
-        check_sizes(self.recipe, tuple(x.shape), sizes, path=self.path, runs=self.runs)
+        given: Any = {"path": self.path, "split": self.split.shards(), "runs": self.runs}
+        check_sizes(self.recipe, tuple(x.shape), sizes, **given)
         if self.recipe.dgrad is None and self.recipe.wgrad is None:
             return
         numbers = w if codes is None else codes.made[0].both[0]
@@ -560,7 +567,8 @@ def grouped_product(
         zeros_back: bool = True,
         history: Tensor | None = None,
     ) -> Tensor:
-        check_sizes(recipe, tuple(x.shape), (w.shape[1], w.shape[2]), path=path)
+        row = (1, x.shape[1])  # each is a matrix
+        check_sizes(recipe, row, (w.shape[1], w.shape[2]), path=path, split=split.shards())
         _check_history(recipe, history, path, (len(w),))
 
         def forward(

@@ -35,6 +35,7 @@ https://arxiv.org/abs/1710.03740).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -84,9 +85,14 @@ class Contraction:
 
     @property
     def depth(self) -> int:
-        """The number that the size of the summed dim must be a multiple of."""
-        sizes = [self.left.block[1], self.right.block[1], WIDTH if self.hadamard else 1]
-        return max(sizes)
+        """The number that the size of the summed dim must be a multiple of, if it is split."""
+        return max(self.left.block[1], self.least_depth)
+
+    @property
+    def least_depth(self) -> int:
+        """The same where it is whole, and blocks may be incomplete."""
+        block = self.left.block[1] if self.left.complete else 1  # both operands' have one length
+        return max(block, WIDTH if self.hadamard else 1)
 
     @classmethod
     def parse(cls, text: str) -> Contraction | None:
@@ -293,31 +299,41 @@ def check_sizes(
     w: tuple[int, int],
     *,
     path: str,
+    split: tuple[bool, bool] = (True, True),
     backward: bool = True,
     runs: int = 1,
 ) -> None:
     """Refuse sizes of a linear layer on one rank that a recipe's blocks do not divide.
+
+    Blocks of 128 may be incomplete at the ends of a weight, but not at those of a shard: the next
+    shard would begin within a block, and have other scales than the weight has. Nor along tokens,
+    where blocks would have tokens of several sequences.
 
     Args:
         recipe: of the layer.
         x: the shape of this rank's activations, [..., tokens, inputs].
         w: the shape of this rank's weight, [inputs, outputs].
         path: the layer's name in messages.
+        split: whether ranks have parts of the inputs, and of the outputs.
         backward: whether gradients are taken.
         runs: number of runs of consecutive tokens, all of one length, in x.
 
     Raises:
         ValueError: with every dim, the nearest sizes that fit, and for which product.
     """
-    sizes = {"fprop": ("inputs", w[0]), "dgrad": ("outputs", w[1]), "wgrad": ("tokens", x[-2])}
-    across = {"fprop": ("outputs", w[1]), "dgrad": ("inputs", w[0])}
+    inputs, outputs = ("inputs", w[0], split[0]), ("outputs", w[1], split[1])
+    tokens = ("tokens", math.prod(x[:-1]), True)
+    summed = {"fprop": inputs, "dgrad": outputs, "wgrad": ("tokens", x[-2], True)}
+    across = {"fprop": (tokens, outputs), "dgrad": (tokens, inputs), "wgrad": (inputs, outputs)}
     found: dict[tuple, Problem] = {}
     for name, part in recipe.products():
         if name != "fprop" and not backward:
             continue
-        rows = [(*sizes[name], part.depth * (runs if name == "wgrad" and part.depth > 1 else 1))]
-        if name in across:
-            rows.append((*across[name], part.right.block[0]))
+        dim, size, cut = summed[name]
+        depth = part.depth if cut else part.least_depth
+        rows = [(dim, size, depth * (runs if name == "wgrad" and depth > 1 else 1))]
+        for (dim, size, cut), form in zip(across[name], (part.left, part.right), strict=True):
+            rows.append((dim, size, form.block[0] if cut or form.complete else 1))
         for dim, size, block in rows:
             if size % block:
                 got, wanted, fix = undivided(

@@ -248,7 +248,10 @@ def _recipe_problems(recipe: Recipe) -> Iterator[Problem]:
 def _split_problems(
     recipe: Recipe, path: str, d: ParamDef, spec: P, mesh: Mesh | BoundMesh
 ) -> Iterator[Problem]:
-    """Shards of a weight that blocks do not divide, or that are not runs of rows or columns."""
+    """Shards of a weight that blocks do not divide, or that are not runs of rows or columns.
+
+    Blocks of 128 may be incomplete along dims that are whole on every rank.
+    """
     inputs, outputs = d.matrix
     local = local_shape(d.shape, spec, mesh)
     first = len(local) - inputs - outputs
@@ -267,8 +270,8 @@ def _split_problems(
         assert part is not None
         along = part.right.block if number else part.right.block[::-1]
         for block, (name, size, axes) in zip(along, sides, strict=True):
-            if size % block:
-                over = ", ".join(f"{a}={mesh[a]}" for dim in axes for a in dim if mesh[a] > 1)
+            over = ", ".join(f"{a}={mesh[a]}" for dim in axes for a in dim if mesh[a] > 1)
+            if size % block and (over or part.right.complete):
                 got, wanted, fix = undivided(size, block, str(part.right))
                 fix += f" on every rank: split {over or 'it'} over fewer, or gather w as it is"
                 found[name, block] = Problem(f"{path}, {name}", got, wanted, fix)

@@ -22,6 +22,7 @@ runs equation by equation, as torch runs it eagerly:
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -134,7 +135,31 @@ def scratch_bytes(equation: Equation) -> int:
     if equation.name == "sum_rows":  # ids are sorted, and some sums begin in other rows
         x, ids = equation.operands
         return 4 * ids.nbytes + x.size // 4
+    if equation.name == "scaled_matmul":
+        return _padded_bytes(equation)
     return 0
+
+
+def _padded_bytes(equation: Equation) -> int:
+    """Copies for tensor cores of operands with incomplete blocks of 128, and of their result."""
+    (a, _, _, b, _, _, *blocks, dtype, emulate), block = equation.args, 128
+    if emulate or not all(name in ("1x128", "128x128") for name in blocks):
+        return 0
+
+    def pad(size: int, multiple: int) -> int:
+        return -(-size // multiple) * multiple
+
+    squares = [name == "128x128" for name in blocks]
+    batch, rows, inner = a.shape
+    columns = b.shape[1]
+    tall = pad(rows, block if squares[0] else 1)
+    wide, deep = pad(columns, block if squares[1] else 16), pad(inner, block)
+    made = (
+        (1, (rows, inner), (tall, deep)),
+        (1, (columns, inner), (wide, deep)),
+        (batch * dtype.itemsize, (rows, columns), (tall, wide)),
+    )
+    return sum(each * math.prod(padded) for each, own, padded in made if own != padded)
 
 
 def _is_elementwise(equation: Equation) -> bool:

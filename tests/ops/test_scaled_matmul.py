@@ -74,6 +74,31 @@ def test_reference(left, right):
     assert torch.equal(mapped(torch.stack([w, -w], 1)), torch.stack([want, -want]))
 
 
+BY_128 = [("e4m3@1x128", "e4m3@128x128"), ("e4m3@128x128", "e4m3@1x128"), ("e4m3@1x128",) * 2]
+
+
+@pytest.mark.parametrize(("left", "right"), BY_128)
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 576, 320), (130, 200, 576), (7, 130, 200)], ids=str)
+def test_incomplete_blocks(left, right, m, n, k):
+    """The float64 product of every element times its block's scale; as complete ones with zeros."""
+    a, b = made(matrix(m, k), left), made(matrix(n, k, seed=1), right)
+
+    def decoded(q):
+        numbers = q.values.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+        i, j = np.indices(numbers.shape)
+        return numbers.astype(np.float64) * q.scales.double().numpy()[i // q.block[0], j // 128]
+
+    x_, w_ = decoded(a), decoded(b)
+    off = np.abs(scaled_matmul(a, b, F32).double().numpy() - x_ @ w_.T)
+    # sums of k products in float32, of values that are rounded to it
+    assert (off <= (k + 2) * 2.0**-24 * (np.abs(x_) @ np.abs(w_).T)).all()
+    exact = (x.astype(np.float32).astype(np.float64) for x in (x_, w_.T))
+    assert np.allclose(scaled_matmul(a, b, F64).numpy(), np.matmul(*exact), rtol=1e-13, atol=1e-12)
+    with FlopCounterMode(display=False) as counter:
+        scaled_matmul(a, b, F32)
+    assert counter.get_total_flops() == 2 * m * n * k
+
+
 @pytest.mark.parametrize(("left", "right"), PAIRS[:4])
 def test_as_torch_on_a_cpu(left, right):
     """torch's own, which scales a float32 sum of the values at its end."""
@@ -85,15 +110,19 @@ def test_as_torch_on_a_cpu(left, right):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("left", "right"), PAIRS)
-def test_tensor_cores(left, right):
+@pytest.mark.parametrize(
+    ("left", "right", "shape"),
+    [*((*pair, (M, N, K)) for pair in PAIRS), *((*pair, (200, 576, 320)) for pair in BY_128)],
+)
+def test_tensor_cores(left, right, shape):
     """Quantised and multiplied on the GPU, where it has the product: the reference's numbers.
 
     Codes are the same bits. Sums differ by their order, and on Hopper by tensor cores that keep 14
     bits of each: by at most K units of 2^-13 of the largest product.
     """
     capability = torch.cuda.get_device_capability()
-    x, w = matrix(M, K), matrix(N, K, seed=1)
+    rows, columns, inner = shape
+    x, w = matrix(rows, inner), matrix(columns, inner, seed=1)
     ours = [made(m.cuda(), text) for m, text in ((x, left), (w, right))]
     want = [made(m, text) for m, text in ((x, left), (w, right))]
     for a, b in zip(ours, want, strict=True):
@@ -108,7 +137,7 @@ def test_tensor_cores(left, right):
         y = scaled_matmul(*ours, BF16)
     exact = scaled_matmul(*want, F64)
     largest = dequantise(want[0]).abs().max() * dequantise(want[1]).abs().max()
-    bound = K * 2.0**-13 * float(largest) + exact.abs() * 2.0**-8
+    bound = inner * 2.0**-13 * float(largest) + exact.abs() * 2.0**-8
     assert ((y.cpu().double() - exact).abs() <= bound).all()
 
 
@@ -138,7 +167,8 @@ def test_what_tensor_cores_are_given(left, right, dtype, monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", double)
     for rows, columns in ((M, N), (M + 4, N + 8)):
-        if columns % QuantisedFormat.parse(right).block[0]:
+        form = QuantisedFormat.parse(right)
+        if columns % form.block[0] and form.complete:
             continue
         a, b = made(matrix(rows, K), left), made(matrix(columns, K, seed=1), right)
         y = on_cuda(a, b, dtype)
@@ -147,6 +177,31 @@ def test_what_tensor_cores_are_given(left, right, dtype, monkeypatch):
         if torch.__version__ < "2.14":
             with pytest.raises((RuntimeError, ValueError, IndexError)):
                 on_cuda(a, wrong, dtype)
+
+
+@pytest.mark.parametrize(("left", "right"), BY_128)
+def test_tensor_cores_are_given_complete_blocks(left, right, monkeypatch):
+    """Padded with zeros, as torch wants them, which adds nothing to the sums."""
+    m, n, k = 200, 576, 320
+    real = torch.nn.functional.scaled_mm
+
+    def double(a, b, a_scales, a_kind, b_scales, b_kind, **named):
+        operands = [on_fake(x) for x in (a, b, a_scales, a_kind, b_scales, b_kind)]
+        with FAKE:
+            assert real(*operands, **named).shape == (a.shape[0], b.shape[1])
+        decoded = []
+        for x, (scales,), text in ((a, a_scales, left), (b.mT, b_scales, right)):
+            block = QuantisedFormat.parse(text).block
+            assert [size % by for size, by in zip(x.shape, block, strict=True)] == [0, 0]
+            table = (scales.mT if block[0] > 1 else scales).numpy()
+            i, j = np.indices(x.shape)
+            decoded.append(x.double() * table[i // block[0], j // 128])
+        return (decoded[0] @ decoded[1].mT).to(named["output_dtype"])
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", double)
+    a, b = made(matrix(m, k), left), made(matrix(n, k, seed=1), right)
+    want = dequantise(a).double() @ dequantise(b).double().mT
+    torch.testing.assert_close(on_cuda(a, b, F32), want.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_no_elements():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -412,18 +415,13 @@ def test_scales_are_of_the_steps_before():
 
 
 def test_sizes_that_blocks_do_not_divide(operands):
-    block = product(RECIPES["fp8-block"], path="layers/up")
+    w = randn(256, 128).requires_grad_()
+    block, small = (product(RECIPES[name], path="layers/up") for name in ("fp8-block", "mxfp8"))
     with pytest.raises(
         ValueError,
-        match=r"(?s)layers/up, inputs \(fprop\): got 200; wanted a multiple of 128.*128 or 256",
+        match=r"(?s)layers/up, inputs \(fprop\): got 200; wanted a multiple of 32.*192 or 224",
     ):
-        block(randn(2, 128, 200), randn(200, 128))
-    w = randn(256, 192).requires_grad_()
-    with pytest.raises(
-        ValueError, match=r"(?s)outputs \(fprop\): got 192.*tokens \(wgrad\)|outputs"
-    ):
-        block(randn(2, 100, 256), w)
-    w = randn(256, 128).requires_grad_()
+        small(randn(2, 128, 200), randn(200, 128))
     with pytest.raises(
         ValueError, match=r"(?s)layers/up, tokens \(wgrad\): got 100.*make it 128 on"
     ):
@@ -432,12 +430,134 @@ def test_sizes_that_blocks_do_not_divide(operands):
     with pytest.raises(ValueError, match=r"tokens \(wgrad\): got 128; wanted a multiple of 256"):
         zigzag(randn(2, 128, 256), w)
     assert block(randn(2, 100, 256), w.detach()).shape == (2, 100, 128)  # forward needs no tokens
+    # squares of activations have whole blocks of tokens, and of what ranks share
+    squares = "e4m3@128x128*e4m3@1x128", "e4m3@1x128*e4m3@128x128"
+    first = product(Recipe.parse(f"fprop={squares[0]} dgrad=high wgrad=high"))
+    with pytest.raises(ValueError, match=r"tokens \(fprop\): got 200; wanted a multiple of 128"):
+        first(randn(2, 100, 200), randn(200, 130))
+    assert first(randn(2, 64, 200), randn(200, 130)).shape == (2, 64, 130)
+    last = product(Recipe.parse(f"fprop=high dgrad=high wgrad={squares[1]}"), outer="tp")
+    split = ft.shard_map(last, Mesh(tp=2), (P(), P(None, "tp")), P(None, "tp"))
+    with pytest.raises(ValueError, match=r"outputs \(wgrad\): got 96; wanted a multiple of 128"):
+        torch.func.vjp(split, randn(128, 200), randn(200, 192))
+    assert torch.func.vjp(split, randn(128, 200), randn(200, 256))[0].shape == (128, 256)
+    with pytest.raises(ValueError, match=r"tokens \(fprop\): got 1; wanted a multiple of 128"):
+        grouped_product(Recipe.parse(f"fprop={squares[0]} dgrad=high wgrad=high"))(
+            randn(128, 256), randn(1, 256, 128), torch.tensor([128])
+        )
     params, x, _ = operands
     mapped = ft.shard_map(pair(RECIPES["fp8-block"], WHOLE), Mesh(tp=8), (SPECS, WHOLE), WHOLE)
     with pytest.raises(
         ValueError, match=r"up, outputs \(fprop\): got 64; wanted a multiple of 128"
     ):
         mapped(params, x)
+
+
+def in_blocks(x: Tensor, rows: int) -> Tensor:
+    """Rounded to E4M3 under a scale for each block of `rows` and 128 columns, by NumPy."""
+    x = x.float().numpy()
+    y = np.zeros(x.shape)
+    for i, j in itertools.product(range(0, x.shape[0], rows), range(0, x.shape[1], 128)):
+        at = slice(i, i + rows), slice(j, j + 128)
+        by = np.float32(448) / np.abs(x[at]).max()
+        y[at] = (x[at] * by).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * (1 / by)
+    return torch.from_numpy(y)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 320), (200, 130), (320, 576), (1, 1)])
+@pytest.mark.parametrize("experts", [False, True])
+def test_weights_that_blocks_do_not_divide(inputs, outputs, experts):
+    """Blocks at the ends are smaller: the three products are float64's of what each decodes to.
+
+    Experts' gradients have one scale for each feature, as they sum a number of rows that is data.
+    """
+    x, w, dy = randn(128, inputs), randn(inputs, outputs, seed=1), randn(128, outputs, seed=2)
+    if experts:
+        run = grouped_product(RECIPES["fp8-block"])
+        layer = lambda x, w: run(x, w[None], torch.tensor([128]))
+    else:
+        layer = product(RECIPES["fp8-block"])
+    y, pull = torch.func.vjp(layer, x, w)
+    dx, dw = pull(dy)
+    close(y, in_blocks(x, 1) @ in_blocks(w, 128))
+    close(dx, in_blocks(dy, 1) @ in_blocks(w.mT, 128))
+    close(dw, in_blocks(x.mT, 1) @ in_blocks(dy.mT, 1).mT)
+    low = [v.bfloat16().requires_grad_() for v in (x, w)]
+    out = layer(*low)
+    assert [v.shape for v in torch.autograd.grad(out, low, dy.bfloat16())] == [x.shape, w.shape]
+
+
+ODD = 200  # of the stream, and of a layer that no axis splits
+ODD_SPECS = {**SPECS, "narrow": P()}
+
+
+def odd(stream: P):
+    """A layer that every rank of tp has, before a pair that it splits, all of odd widths."""
+    recipe, tokens = RECIPES["fp8-block"], P(DATA_AXES, "cp")
+    splits = "tp" in stream[1]
+
+    def layer(params, x):
+        own = P(DATA_AXES, ("cp", "tp")) if splits else tokens
+        narrow = product(recipe, rows=own, partial=() if splits else "tp", path="narrow")
+        up = product(recipe, outer="tp", rows=tokens, path="up")
+        down = product(recipe, inner="tp", rows=tokens, path="down")
+        h = nn.gather_sequence(narrow(x, params["narrow"]), stream)
+        h = down(torch.tanh(up(h, params["up"])), params["down"])
+        return nn.reduce_partial(h, stream)
+
+    return layer
+
+
+@pytest.mark.parametrize("name", ["tp=2", "dp=2,tp=2", "tp=2 sequence", "tp=2,cp=2", "fsdp=2"])
+def test_incomplete_blocks_on_every_mesh(name):
+    """Of dims that are whole on every rank; where one is split within a block it is refused."""
+    mesh, *split = name.split()
+    stream = SEQUENCE if split else WHOLE
+    params = {
+        "narrow": randn(ODD, 130, seed=4) / 14,
+        "up": randn(130, MLP) / 11,
+        "down": randn(MLP, ODD, seed=1) / 22,
+    }
+    x, dy = randn(2, SEQ, ODD, seed=2), randn(2, SEQ, ODD, seed=3)
+    y, pull = torch.func.vjp(odd(WHOLE), params, x)
+    layer = odd(stream)
+
+    def inside(dy, params, x):
+        def loss(params, x):
+            return lax.psum((layer(params, x) * dy).sum(), spec_axes(stream))
+
+        grads = ft.grad(loss, (0, 1))(params, x)
+        return layer(params, x), ft.sync_gradients(grads, (ODD_SPECS, stream))
+
+    specs = stream, ODD_SPECS, stream
+    step = ft.shard_map(inside, Mesh.parse(mesh), specs, (stream, specs[1:]))
+    got, gradients = step(dy, params, x)
+    close(got, y)
+    close(gradients, pull(dy))
+    params["up"], params["down"] = randn(130, 576), randn(576, ODD)
+    if "tp" in mesh:
+        wanted = r"up, outputs \(fprop\): got 288; wanted a multiple of 128.*over fewer ranks"
+        with pytest.raises(ValueError, match=wanted):
+            step(dy, params, x)
+    else:
+        assert step(dy, params, x)[0].isfinite().all()
+
+
+def test_memory_of_incomplete_blocks():
+    """Tensor cores are given padded copies, which the program's memory has."""
+
+    def extra(inputs, outputs):
+        given = torch.empty(128, inputs), torch.empty(inputs, outputs)
+        program = ft.trace(product(RECIPES["fp8-block"]))(*given)
+        (moment,) = [m for m in program.memory().timeline if m.equation == "scaled_matmul"]
+        (equation,) = [e for e, _ in program.block.walk() if e.name == "scaled_matmul"]
+        there = (*given, *equation.operands, *equation.results)
+        return moment.total - sum(value.nbytes for value in there)
+
+    assert extra(512, 256) == 0
+    # 384 inputs of both, of 640 outputs; and the result of these
+    assert extra(320, 576) == 128 * 384 + 640 * 384 + 4 * 128 * 640
+    assert extra(384, 576) == 640 * 384 + 4 * 128 * 640
 
 
 def test_what_is_drawn_needs_a_key():
@@ -589,8 +709,10 @@ LAYOUTS = {  # mesh, axes of experts, stream
         pytest.param(recipe, name, marks=[] if name == (by_default or name) else pytest.mark.full)
         for recipe, by_default in (
             ("fp8-tensor", ""), ("fp8-row", "dp=2,ep=2,tp=2"), ("mxfp8", "ep=2,tp=2 folded"),
+            ("fp8-block", "ep=2"),
         )
         for name in LAYOUTS
+        if recipe != "fp8-block" or "dp=2" not in name  # 64 of an expert's 128 on each rank of tp
     ],
 )  # fmt: skip
 def test_a_layer_of_experts_on_every_mesh(recipe, name, monkeypatch):

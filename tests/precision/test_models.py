@@ -44,6 +44,11 @@ MODELS = {
         head_dim=64, rope_head_dim=32, v_head_dim=64, max_seq=SEQ, mlp_dim=256,
         vocab_multiple=VOCAB, num_kv_heads=0, dtype="float64",
     ),
+    "odd": gpt.GPTConfig(  # latents, and a stream, that blocks of 128 do not divide
+        vocab_size=VOCAB, num_layers=2, embed_dim=160, num_heads=4, kv_rank=144, q_rank=96,
+        head_dim=64, rope_head_dim=64, v_head_dim=64, max_seq=SEQ, mlp_dim=256,
+        vocab_multiple=VOCAB, num_kv_heads=0, dtype="float64",
+    ),
 }  # fmt: skip
 CONFIG = configure(
     seq=SEQ,
@@ -89,6 +94,7 @@ ROWS = [
     ("fused", "nvfp4", "tp=2", SPLIT),  # columns of gate and up that a rank has are no run of all
     ("experts", "fp8-delayed", "ep=2,tp=2", {}),
     ("latent", "fp8-tensor", "tp=2", {}),
+    ("odd", "fp8-block", "tp=2", SPLIT),
     *(
         pytest.param(*row, marks=pytest.mark.full)
         for row in (
@@ -119,6 +125,11 @@ ROWS = [
             ("experts", "mxfp8", "ep=2,tp=2", SPLIT | {"expert_axes": "ep,tp"}),
             ("experts", "nvfp4", "ep=2", {}),
             ("latent", "mxfp8", "dp=2,tp=2", SPLIT),
+            ("odd", "fp8-block", "dp=2,tp=2", {}),
+            ("odd", "fp8-block", "fsdp=2", {"remat": "full"}),
+            ("odd", "fp8-block logits=low", "dp=2", {"zero": 3}),
+            ("odd", "fp8-block", "pp=2", {"schedule": "zb-h1"}),
+            ("odd", "fp8-block", "cp=2", {"zigzag": False}),
         )
     ),
 ]
@@ -178,6 +189,9 @@ TINY = {
     "latent": replace(
         MODELS["latent"], embed_dim=64, num_heads=2, kv_rank=32, q_rank=64, max_seq=32, mlp_dim=128
     ),
+    "odd": replace(  # 320 outputs of kv_down
+        MODELS["odd"], num_layers=1, embed_dim=256, kv_rank=256, q_rank=128, max_seq=128
+    ),
 }  # fmt: skip
 
 
@@ -203,6 +217,7 @@ def after_two_steps(config: TrainConfig) -> list[torch.Tensor]:
 CODED = [
     ("dense", "fp8-tensor", "fsdp=2,tp=2", {**SPLIT, "remat": "full"}),
     ("dense", "fp8-tensor", "fsdp=2", {"gather": "step", "microbatches": 2}),
+    ("odd", "fp8-block", "fsdp=2", {}),
     *(
         pytest.param(*row, marks=pytest.mark.full)
         for row in (
@@ -221,6 +236,8 @@ CODED = [
             ("experts", "nvfp4", "ep=2,tp=2", {}),
             ("experts", "fp8-tensor", "ep=2,fsdp=2", {"gather": "step"}),
             ("latent", "fp8-tensor", "fsdp=2,tp=2", SPLIT),
+            ("odd", "fp8-block", "fsdp=2,tp=2", {}),
+            ("odd", "fp8-block", "dp=2", {"zero": 3}),
         )
     ),
 ]
@@ -366,11 +383,22 @@ def test_a_recipe_for_what_is_no_gpt_is_refused():
         validate(configure(bert, products="mxfp8"))
 
 
+def test_deepseek_v3_trains_in_its_own_blocks():
+    """Its latents and shared keys are 576 columns of one matrix, that every rank of tp has."""
+    base = with_precision(with_model(TrainConfig(), "deepseek-v3"), "fp8-block")
+    assert base.gpt.kv_rank + base.gpt.rope_head_dim == 576
+    run = configure(base, mesh="tp=8,ep=8", global_batch=8, seq=4096, gather_as="quantised")
+    validate(run)
+
+
 def test_what_no_recipe_can_do_is_refused_before_anything_starts():
     small = with_model(TrainConfig(), "llama3-tiny")
     latent = configure(small, gpt=MODELS["latent"], seq=SEQ)
     for config, message in (
-        (configure(CONFIG, gpt=replace(DENSE, mlp_dim=200), products="fp8-block"), "mlp/up"),
+        (
+            configure(CONFIG, gpt=replace(DENSE, mlp_dim=400), products="fp8-block", mesh="tp=2"),
+            r"mlp/up, outputs \(fprop\): got 200; wanted a multiple of 128.*over fewer ranks",
+        ),
         (
             configure(CONFIG, products="fp8-block", mesh="cp=2"),
             r"tokens \(wgrad\).*multiple of 256.*zigzag",
@@ -399,8 +427,8 @@ def test_what_no_recipe_can_do_is_refused_before_anything_starts():
             "wanted logits=high, or a recipe that draws",
         ),
         (
-            configure(CONFIG, gpt=DENSE, products="fp8-block logits=low"),
-            r"unembed, outputs \(fprop\): got 32",
+            configure(CONFIG, gpt=DENSE, products="fp8-block logits=low", mesh="tp=2"),
+            r"unembed, outputs \(fprop\): got 16",
         ),
         (configure(small, products="fp9"), "products: got 'fp9'; wanted a recipe"),
         (configure(small, gather_as="quantised"), "wanted it with a recipe of products"),
