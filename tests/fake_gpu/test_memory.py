@@ -31,17 +31,21 @@ CASES = {
     "fsdp compiled": (2, "--mesh", "fsdp=2", "--compile"),
     "tp": (2, "--mesh", "tp=2"),
     "cp": (2, "--mesh", "cp=2"),
-    "pp": (2, "--mesh", "pp=2", "--microbatches", "4"),
 }
+PIPELINES = {"pp": (2, "--mesh", "pp=2", "--microbatches", "4")}
 
 
 INPUTS_OF_LAYERS = 6 * 8 * 1024 * 768 * 2
 """What an eager step with full remat keeps to its end and does not promise: see `functron.program.memory.memory`."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [*CASES, *(pytest.param(x, marks=pytest.mark.applications("planner")) for x in PIPELINES)],
+)
 def test_the_peak_is_within_the_promise(train, name):
-    ranks, *options = CASES[name]
+    """Of a pipeline: what the planner promises."""
+    ranks, *options = (CASES | PIPELINES)[name]
     more = ("--nproc", str(ranks), "--check-replicas-every", "0") if ranks > 1 else ()
     more += () if "--compile" in options else ("--no-compile",)
     found = train("--marks.promise", "--steps", "3", *MODEL, *options, *more)

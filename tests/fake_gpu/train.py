@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from functron.apps.planner.machines import hardware
-from functron.apps.planner.measurements import estimate_run
 from functron.cli.main import main
 from functron.core.settings import setting
 from functron.training.loop import At, LoopHook
@@ -39,6 +37,9 @@ def promise_bytes(setup: RunSetup) -> float:
     """The peak of the fullest rank, of programs traced without memory."""
     plain = make_setup(setup.config, setup.plain_mesh)
     if plain.is_pipelined:
+        from functron.apps.planner.machines import hardware
+        from functron.apps.planner.measurements import estimate_run
+
         return estimate_run(plain, hardware("h100")).memory_bytes
     return plain.program().memory().peak_bytes
 

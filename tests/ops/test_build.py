@@ -103,7 +103,7 @@ def test_every_variant_compiles_and_keeps_to_registers(name, turn, cache):
 
 # kernels of integers, of scores of few experts, and of columns: a lane has one of them
 NO_PACKS = re.compile(
-    "finish|scan_counts|count_chunks|place_rows|route|route_backward|.*_scale_gradient"
+    "check_ids|finish|scan_counts|count_chunks|place_rows|route|route_backward|.*_scale_gradient"
 )
 # packs that a thread asks for before it computes with the first, where the kernel is made for several
 IN_FLIGHT = {
