@@ -1,4 +1,4 @@
-"""What a machine is, and the ceilings of what is measured on it: products, memory, launches."""
+"""A machine's facts, and the ceilings of measurements on it: products, memory, launches."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def multiply(name: str, clock: Any, kind: str, size: int) -> Row:
 
 
 def launch(name: str, clock: Any) -> Row:
-    """What a small kernel costs the host, the device within a graph, and both to wait for it."""
+    """The cost of a small kernel: to the host, to the device within a graph, and to wait for it."""
     x, many = torch.zeros(32, device=clock.device), 200
 
     def run() -> None:

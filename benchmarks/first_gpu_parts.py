@@ -148,7 +148,7 @@ def compare_with_float64(name: str, device: str) -> Row:
 
 
 class Results:
-    """What a session of pytest says of its tests, which it ends when their time is over."""
+    """The results of a session of pytest by test; it ends when their time is over."""
 
     def __init__(self, ends: float):
         self.ends = ends
@@ -346,7 +346,7 @@ def make_trial(args: argparse.Namespace, folder: Path | None, strict: bool) -> t
 
     @dataclass(frozen=True)
     class TrialConfig:
-        """What this script looks at."""
+        """A section whose hook is the trial."""
 
         def hook(self, session: Session) -> Trial:
             return Trial(session)

@@ -221,7 +221,7 @@ def disagreement(losses: Mapping[str, Sequence[float]], steps: int, tolerance: f
 
 
 Row = dict[str, Any]
-"""What was found of one thing: its name ("row"), its state where that is not "done", figures."""
+"""A result: its name ("row"), its state where that is not "done", and figures."""
 
 
 def row(name: str, *, ok: bool = True, why: str = "", **figures: Any) -> Row:

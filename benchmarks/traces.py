@@ -1,4 +1,4 @@
-"""What a profiler saw of steps: kernels by time, gaps between them, attention."""
+"""A profiler's view of steps: kernels by time, gaps between them, attention."""
 
 from __future__ import annotations
 

@@ -12,26 +12,12 @@ constexpr int THREADS = 128;
 constexpr int AHEAD = 4;  // rows that a thread asks for before it uses the first
 constexpr unsigned ALL = 0xffffffffu;
 
-// Elements [at, at + Pack<T>::size) of a row of `dim`; zeros beyond its end.
-__device__ inline Pack<T> read(const T* row, int at, int dim, bool packed) {
-    if (packed) return load_pack(row + at);  // `dim` is a multiple of its size
-    Pack<T> pack;
-#pragma unroll
-    for (int k = 0; k < Pack<T>::size; ++k) pack.at[k] = at + k < dim ? row[at + k] : from_float<T>(0.f);
-    return pack;
-}
-__device__ inline void write(T* row, int at, int dim, bool packed, const Pack<T>& pack) {
-    if (packed) return store_pack(row + at, pack);
-#pragma unroll
-    for (int k = 0; k < Pack<T>::size; ++k)
-        if (at + k < dim) row[at + k] = pack.at[k];
-}
 // By a whole block.
 __device__ inline void write_zeros(T* row, int dim, bool packed) {
     Pack<T> zeros;
 #pragma unroll
     for (int k = 0; k < Pack<T>::size; ++k) zeros.at[k] = from_float<T>(0.f);
-    for (int at = threadIdx.x * Pack<T>::size; at < dim; at += THREADS * Pack<T>::size) write(row, at, dim, packed, zeros);
+    for (int at = threadIdx.x * Pack<T>::size; at < dim; at += THREADS * Pack<T>::size) write_pack(row, at, dim, packed, zeros);
 }
 
 // y[r] = x[source[r]], zeros where source[r] < 0. y: [rows, dim]; rows of x are `stride` apart. Grid: rows.
@@ -43,7 +29,7 @@ permute(const T* __restrict__ x, const i64* __restrict__ source, T* __restrict__
     const T* row = x + from * stride;
 #pragma unroll 4
     for (int at = threadIdx.x * Pack<T>::size; at < (int)dim; at += THREADS * Pack<T>::size)
-        write(to, at, (int)dim, packed, read(row, at, (int)dim, packed));
+        write_pack(to, at, (int)dim, packed, read_pack(row, at, (int)dim, packed));
 }
 
 // y[n] = sum over j of weights[n, j] rows[slots[n, j]], without those with slots[n, j] < 0; null weights are 1.
@@ -72,7 +58,7 @@ unpermute(const T* __restrict__ rows, const float* __restrict__ weights, const i
                     const int choice = j < found ? __ffs(left) - 1 : 0;
                     const i64 row = __shfl_sync(ALL, slot, choice);
                     scale[j] = __shfl_sync(ALL, weight, choice);
-                    if (j < found && at < (int)dim) packs[j] = read(rows + row * stride, at, (int)dim, packed);
+                    if (j < found && at < (int)dim) packs[j] = read_pack(rows + row * stride, at, (int)dim, packed);
                     left &= left - 1;
                 }
 #pragma unroll
@@ -85,7 +71,7 @@ unpermute(const T* __restrict__ rows, const float* __restrict__ weights, const i
         Pack<T> out;
 #pragma unroll
         for (int k = 0; k < Pack<T>::size; ++k) out.at[k] = from_float<T>(sum[k]);
-        if (at < (int)dim) write(y + blockIdx.x * dim, at, (int)dim, packed, out);
+        if (at < (int)dim) write_pack(y + blockIdx.x * dim, at, (int)dim, packed, out);
     }
 }
 
@@ -105,7 +91,7 @@ unpermute_backward(const T* __restrict__ dy, const T* __restrict__ rows, const f
     float dot = 0.f;
 #pragma unroll 2
     for (int at = threadIdx.x * Pack<T>::size; at < (int)dim; at += THREADS * Pack<T>::size) {
-        const Pack<T> cotangent = read(from, at, (int)dim, packed), value = read(row, at, (int)dim, packed);
+        const Pack<T> cotangent = read_pack(from, at, (int)dim, packed), value = read_pack(row, at, (int)dim, packed);
         Pack<T> out;
 #pragma unroll
         for (int k = 0; k < Pack<T>::size; ++k) {
@@ -113,7 +99,7 @@ unpermute_backward(const T* __restrict__ dy, const T* __restrict__ rows, const f
             dot = fmaf(g, to_float(value.at[k]), dot);
             out.at[k] = from_float<T>(weight * g);
         }
-        write(to, at, (int)dim, packed, out);
+        write_pack(to, at, (int)dim, packed, out);
     }
     dot = block_sum(dot);
     if (threadIdx.x == 0) d_weights[of] = dot;

@@ -28,6 +28,20 @@ template <class T> __device__ inline Pack<T> load_pack(const T* from) {
 template <class T> __device__ inline void store_pack(T* to, const Pack<T>& pack) {
     *reinterpret_cast<Pack<T>*>(to) = pack;
 }
+// Elements [at, at + Pack<T>::size) of a row of `dim`, which is a multiple of that where `packed`; zeros beyond its end.
+template <class T> __device__ inline Pack<T> read_pack(const T* row, int at, int dim, bool packed) {
+    if (packed) return load_pack(row + at);
+    Pack<T> pack;
+#pragma unroll
+    for (int k = 0; k < Pack<T>::size; ++k) pack.at[k] = at + k < dim ? row[at + k] : from_float<T>(0.f);
+    return pack;
+}
+template <class T> __device__ inline void write_pack(T* row, int at, int dim, bool packed, const Pack<T>& pack) {
+    if (packed) return store_pack(row + at, pack);
+#pragma unroll
+    for (int k = 0; k < Pack<T>::size; ++k)
+        if (at + k < dim) row[at + k] = pack.at[k];
+}
 
 // Sums over the lanes of a warp; every lane gets the result.
 __device__ inline float warp_sum(float x) {

@@ -14,22 +14,11 @@ constexpr int THREADS = 128;
 constexpr int CHUNK = 32;
 constexpr int AHEAD = 4;  // rows that a thread asks for before it uses the first
 
-// Elements [at, at + Pack<T>::size) of a row of `dim`; zeros beyond its end.
-__device__ inline Pack<T> read(const T* row, int at, int dim, bool packed) {
-    if (packed) return load_pack(row + at);  // `dim` is a multiple of its size
-    Pack<T> pack;
-#pragma unroll
-    for (int k = 0; k < Pack<T>::size; ++k) pack.at[k] = at + k < dim ? row[at + k] : from_float<T>(0.f);
-    return pack;
-}
 __device__ inline void write(T* row, int at, int dim, bool packed, const float* sum) {
     Pack<T> pack;
 #pragma unroll
     for (int k = 0; k < Pack<T>::size; ++k) pack.at[k] = from_float<T>(sum[k]);
-    if (packed) return store_pack(row + at, pack);
-#pragma unroll
-    for (int k = 0; k < Pack<T>::size; ++k)
-        if (at + k < dim) row[at + k] = pack.at[k];
+    write_pack(row, at, dim, packed, pack);
 }
 
 // y[v] = sum of x[order[p]] over p with ids[p] == v, where all such p are in one chunk; else the sum over those of the
@@ -56,7 +45,7 @@ sum_chunks(const T* __restrict__ x, const i64* __restrict__ order, const i64* __
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j)
             if (base + j < size && id[base + j] >= 0 && id[base + j] < rows)
-                packs[j] = read(x + from[base + j] * stride, at, (int)dim, packed);
+                packs[j] = read_pack(x + from[base + j] * stride, at, (int)dim, packed);
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j) {
             const int p = base + j;

@@ -101,30 +101,19 @@ def test_versions_count(name_on, monkeypatch, of):
 
 
 # what Inductor writes of a graph on the second GPU, where its number matters and where it does not
-CODE = """\
+TEMPLATE = """\
 triton_poi_0 = async_compile.triton('triton_poi_0', '''
-    triton_meta={'device': DeviceProperties(type='cuda', index=1, multi_processor_count=132)},
+    triton_meta={'device': DeviceProperties(type='cuda', index=@, multi_processor_count=132)},
 ''', device_str='cuda')
-        with torch.cuda._DeviceGuard(1):
-            torch.cuda.set_device(1)
+        with torch.cuda._DeviceGuard(@):
+            torch.cuda.set_device(@)
             buf0 = empty_strided_cuda((1, ), (1, ), torch.float32)
-            buf1 = torch.ops.aten.ones.default([1], device=device(type='cuda', index=1))
-            raw_stream1 = get_raw_stream(1)
+            buf1 = torch.ops.aten.ones.default([1], device=device(type='cuda', index=@))
+            raw_stream1 = get_raw_stream(@)
             triton_poi_0.run(buf0, 1, stream=raw_stream1)
-    arg0_1 = rand_strided((1, ), (1, ), device='cuda:1', dtype=torch.float32)
+    arg0_1 = rand_strided((1, ), (1, ), device='cuda:@', dtype=torch.float32)
 """
-ON_THE_SEVENTH = """\
-triton_poi_0 = async_compile.triton('triton_poi_0', '''
-    triton_meta={'device': DeviceProperties(type='cuda', index=6, multi_processor_count=132)},
-''', device_str='cuda')
-        with torch.cuda._DeviceGuard(6):
-            torch.cuda.set_device(6)
-            buf0 = empty_strided_cuda((1, ), (1, ), torch.float32)
-            buf1 = torch.ops.aten.ones.default([1], device=device(type='cuda', index=6))
-            raw_stream1 = get_raw_stream(6)
-            triton_poi_0.run(buf0, 1, stream=raw_stream1)
-    arg0_1 = rand_strided((1, ), (1, ), device='cuda:6', dtype=torch.float32)
-"""
+CODE, ON_THE_SEVENTH = TEMPLATE.replace("@", "1"), TEMPLATE.replace("@", "6")
 
 
 def test_code_for_another_gpu_of_the_machine():

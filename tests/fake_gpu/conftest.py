@@ -48,10 +48,16 @@ def run(tmp_path: Path) -> Callable[..., list[Process]]:
 
 @pytest.fixture
 def train(run: Callable, tmp_path: Path) -> Callable[..., list[Process]]:
-    """``train(*options)``: the logs of ``functron train`` with these options."""
+    """``train(*options)``: the logs of ``functron train`` with these options.
 
-    def start(*options: str, **given: float) -> list[Process]:
+    With ``ranks``, as many processes. Steps are not compiled without ``--compile``, unless ``auto``.
+    """
+
+    def start(*options: str, ranks: int = 1, auto: bool = False, **given: float) -> list[Process]:
         fixed = ("--device", "cuda", "--format", "mock", "--out", str(tmp_path / "run"))
-        return run(str(HERE / "train.py"), "train", *fixed, *options, **given)
+        # replicas would differ, as nothing is sent
+        more = ("--nproc", str(ranks), "--check-replicas-every", "0") if ranks > 1 else ()
+        more += () if auto or "--compile" in options else ("--no-compile",)
+        return run(str(HERE / "train.py"), "train", *fixed, *options, *more, **given)
 
     return start

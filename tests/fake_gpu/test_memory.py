@@ -46,9 +46,7 @@ INPUTS_OF_LAYERS = 6 * 8 * 1024 * 768 * 2
 def test_the_peak_is_within_the_promise(train, name):
     """Of a pipeline: what the planner promises."""
     ranks, *options = (CASES | PIPELINES)[name]
-    more = ("--nproc", str(ranks), "--check-replicas-every", "0") if ranks > 1 else ()
-    more += () if "--compile" in options else ("--no-compile",)
-    found = train("--marks.promise", "--steps", "3", *MODEL, *options, *more)
+    found = train("--marks.promise", "--steps", "3", *MODEL, *options, ranks=ranks)
     sizes = [record for process in found for record in process.having("memory")]
     assert len(sizes) == ranks
     more_bytes = INPUTS_OF_LAYERS if name == "remat full" else 0

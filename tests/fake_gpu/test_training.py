@@ -91,18 +91,10 @@ def waits_in_steps(process: Process) -> list[dict]:
     return found
 
 
-def options_of(name: str) -> tuple[str, ...]:
-    ranks, *options = CASES[name]
-    # replicas would differ, as nothing is sent
-    more = ("--nproc", str(ranks), "--check-replicas-every", "0") if ranks > 1 else ()
-    more += () if "--compile" in options else ("--no-compile",)
-    return *FIXED, *options, *more
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_runs(train, name):
     ranks, *options = CASES[name]
-    found = train(*options_of(name))
+    found = train(*FIXED, *options, ranks=ranks)
     assert [process.rank for process in found] == list(range(ranks))
     for find in (
         journal.find_errors,
@@ -121,7 +113,8 @@ def test_runs(train, name):
 )
 def test_no_stream_races_with_torchs_own_kernels(train, name):
     """They do not say in the log what they use; torch's sanitizer sees them where nothing is compiled."""
-    assert train(*options_of(name), sanitized=True)
+    ranks, *options = CASES[name]
+    assert train(*FIXED, *options, ranks=ranks, sanitized=True)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +127,7 @@ def test_no_stream_races_with_torchs_own_kernels(train, name):
 )
 def test_what_is_sent_over_nccl_is_hidden(train, axis, hidden):
     """Gradient sums start before the backward pass has ended, where nobody chooses to compile."""
-    more = ("--mesh", f"{axis}=2", "--nproc", "2", "--check-replicas-every", "0")
-    found = train(*FIXED, *DENSE, *more)
+    found = train(*FIXED, *DENSE, "--mesh", f"{axis}=2", ranks=2, auto=True)
     assert len(found) == 2
     for process in found:
         beside = [(call["name"], " ".join(names)) for call, names in journal.list_hiding(process)]
@@ -149,7 +141,7 @@ def test_segments_of_memory_grow_unless_the_user_says_otherwise(train, monkeypat
         monkeypatch.delenv(variable, raising=False)
     more = ("--mesh", "dp=2", "--check-replicas-every", "0") if ranks > 1 else ()
     fixed = ("--steps", "2", "--global-batch", "2", "--seq", "64", "--nproc", str(ranks), *more)
-    found = train(*DENSE, *fixed)
+    found = train(*DENSE, *fixed, auto=True)
     assert len(found) == ranks
     assert journal.find_errors(found) == journal.find_stray_contexts(found) == []
     # memory that does not grow is taken by cudaMalloc, which is logged

@@ -22,7 +22,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What was compiled, in order; it takes a while."""
+    """The variants compiled, in order; each takes a while."""
     found: list[str] = []
 
     def compile_source(source, defines, arch):
