@@ -329,7 +329,7 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
             ("zarr3", self._content["leaves"]) if self._content else self._read_orbax()
         )
         self._names = dict.fromkeys(names)
-        self._opened: dict[str, StoredLeaf] = {}
+        self._opened: dict[str, Any] = {}
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -408,6 +408,13 @@ class Checkpoint(Mapping[str, "StoredLeaf"]):
             found += leaf.differences(self._content)
             self._opened[path] = leaf
         raise_problems(f"the checkpoint {self.path} is damaged", found)
+
+    def present(self, leaves: Mapping[str, Any], *, without: Sequence[str]) -> None:
+        """Have it hold leaves that are made of its own, without some of these."""
+        for path in without:
+            del self._names[path]
+        self._names |= dict.fromkeys(leaves)
+        self._opened |= leaves
 
     def checksum_written(self, path: str, number: int) -> int | None:
         """The CRC-32C of a leaf's chunk `number`, in the order of `grid`.
@@ -490,7 +497,7 @@ class StoredLeaf:
             ValueError: values are damaged.
             IndexError: it is out of range, or something else than these.
         """
-        position = _normalise_index(where, self.shape)
+        position = normalise_index(where, self.shape)
         folder = self._checkpoint.path
         checks = [self._begin_check(cell) for cell in cells(_bounding_box(position), self.chunk)]
         with database.naming_file(self.path, lambda: f"a file of {folder}", folder):
@@ -587,7 +594,7 @@ class StoredLeaf:
         return database.file_of(self._checkpoint.path, database.chunk_key(self.path, cell))
 
 
-def _normalise_index(where: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
+def normalise_index(where: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
     """An index with one entry per dim, none of them negative."""
     entries = list(where) if isinstance(where, tuple) else [where]
     if len(entries) - entries.count(...) > len(shape):
@@ -609,7 +616,7 @@ def _normalise_index(where: Any, shape: Sequence[int]) -> tuple[int | slice, ...
 
 
 def _bounding_box(position: Sequence[int | slice]) -> Box:
-    """The smallest box around an index that `_normalise_index` made."""
+    """The smallest box around an index that `normalise_index` made."""
     spans = [(p.start, p.stop - p.start) if isinstance(p, slice) else (p, 1) for p in position]
     start, size = tuple(a for a, _ in spans), tuple(n for _, n in spans)
     return Box(start, size, start)

@@ -218,6 +218,7 @@ class Snapshot:
             for index, piece, at in part:
                 view = self._view(number, index, piece, at)
                 values = slice_values(tensors, index, piece)
+                view = view.view(values.shape)
                 if device is None:
                     view.copy_(values)
                 else:
@@ -245,10 +246,14 @@ class Snapshot:
 
 
 def slice_values(tensors: Sequence[torch.Tensor | None], index: int, piece: Piece) -> torch.Tensor:
-    """A piece of this process's tensor of a leaf."""
-    tensor = tensors[index]
+    """A piece of this process's tensor of a leaf, with a dim more where that is `Leaf.view`'s."""
+    tensor, where = tensors[index], piece.slices()
     assert tensor is not None
-    return tensor.detach()[piece.slices()]
+    if tensor.dim() > len(where):
+        *before, heads, last = where
+        size = tensor.shape[-2]
+        where = (*before, slice(heads.start // size, heads.stop // size), slice(None), last)
+    return tensor.detach()[where]
 
 
 _LOOK_UP = 0.1  # seconds for which no signal may be noticed while a save is waited for

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -26,10 +27,26 @@ from functron.core import tree
 from functron.core.errors import Problem, nearest, raise_problems, tensor_problem
 from functron.pipeline.partition import Partition
 from functron.spmd.mesh import BoundMesh, Mesh
-from functron.spmd.spec import P, dim_axes, is_spec, num_shards, problems
+from functron.spmd.params import ParamDef, pieces_of
+from functron.spmd.spec import P, as_entry, dim_axes, is_spec, num_shards, problems
 
 CHUNK_BYTES = 8 << 20
 _SMALL_CHUNK = 1 << 20  # chunks are not made smaller than this only to give every replica some
+
+
+class Part(NamedTuple):
+    """Where a leaf lies that processes hold joined with others (`ParamDef.pieces`).
+
+    Attributes:
+        path, shape, spec: of the joined leaf.
+        start, size: the entries of its last dim but one; several are in the leaf's own dim before.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    spec: P
+    start: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -41,12 +58,34 @@ class Leaf:
         shape: global and unpadded.
         dtype: of its elements.
         spec: which mesh axes split it between steps.
+        part: where processes hold it; None: as a tensor of its own.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     spec: P
+    part: Part | None = None
+
+    @property
+    def held(self) -> Leaf:
+        """The leaf of a process's tensor: itself, or the joined one that it is part of."""
+        if self.part is None:
+            return self
+        return Leaf(self.part.path, self.part.shape, self.dtype, self.part.spec)
+
+    @property
+    def group(self) -> int:
+        """How many neighbours of its last dim but one a process holds as entries of a dim."""
+        return 1 if self.part is None else self.part.size
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of the tensor of `held` that it is; neighbours of a `group` in a dim more."""
+        if self.part is None:
+            return tensor
+        if self.part.size == 1:
+            return tensor.select(-2, self.part.start)
+        return tensor.narrow(-2, self.part.start, self.part.size)
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +141,7 @@ class Placement:
         partition: Partition | None = None,
         *,
         axis: str = "pp",
+        joined: Mapping[str, ParamDef] = MappingProxyType({}),
     ) -> Placement:
         """The placement of a state on a mesh.
 
@@ -121,9 +161,12 @@ class Placement:
             partition: which ranks of a pipeline hold what; the top-level entries it names are found
                 anywhere in a leaf's path, so that it holds for an optimizer's state too.
             axis: the mesh axis of the pipeline's ranks.
+            joined: the parameters with `pieces`, by path: these are leaves of the canonical state,
+                here and wherever a path of the state ends with, or goes on from, the parameter's.
 
         Raises:
-            ValueError: a leaf is not a tensor or the specs do not fit; all offenders are listed.
+            ValueError: a leaf is not a tensor, has no parts for its pieces, or the specs do not
+                fit; all offenders are listed.
         """
         abstract = mesh.mesh if isinstance(mesh, BoundMesh) else mesh or Mesh()
         flat = tree.broadcast_prefix(specs, like, is_leaf=is_spec, what="specs", wanted="a P")
@@ -138,7 +181,7 @@ class Placement:
             if len(spec) > leaf.dim():
                 got = f"{spec} for shape {tuple(leaf.shape)}"
                 found.append(Problem(path, got, f"at most {leaf.dim()} entries"))
-            leaves.append(Leaf(path, tuple(leaf.shape), leaf.dtype, spec))
+            leaves += _separate(Leaf(path, tuple(leaf.shape), leaf.dtype, spec), joined, found)
         raise_problems("cannot place the state on the mesh", found)
         rank = mesh.rank if isinstance(mesh, BoundMesh) else None
         return cls(tuple(leaves), abstract, rank, partition, axis)
@@ -169,6 +212,9 @@ class Placement:
 
     def _runs(self, leaf: Leaf, rank: int) -> list[tuple[list[_Run], int]] | None:
         """Per dim the runs that a process holds and the length of its tensor."""
+        if leaf.part is not None:
+            found = self._runs(leaf.held, rank)
+            return None if found is None else _group_runs(found, leaf.group)
         axes = dim_axes(leaf.spec, len(leaf.shape))
         if self.rank is None:
             return [
@@ -198,6 +244,12 @@ class Placement:
         stacked = self.partition.stack(entry) is not None
         return self.partition.rows(entry, stage_rank) if stacked else ()
 
+    def separate(self, value: tree.Tree) -> dict[str, torch.Tensor]:
+        """The leaves of the canonical state in what this process holds, by path: `Leaf.view`s."""
+        given = dict(tree.items(value))
+        rows = ((leaf, given.get(leaf.held.path)) for leaf in self.leaves)
+        return {leaf.path: leaf.view(tensor) for leaf, tensor in rows if tensor is not None}
+
     def check(self, value: tree.Tree, *, what: str, some: bool = False) -> dict[str, torch.Tensor]:
         """The leaves of what this process holds, by path, checked against the placement.
 
@@ -210,13 +262,13 @@ class Placement:
             ValueError: leaves are missing, unknown, no tensors, or have another shape or dtype.
         """
         given = dict(tree.items(value))
-        known = {leaf.path: leaf for leaf in self.leaves}
+        known = {leaf.path: leaf for leaf in (each.held for each in self.leaves)}
         found = [
             Problem(path, "a leaf", "a leaf of the placement", nearest(path, known))
             for path in given
             if path not in known
         ]
-        for leaf in self.leaves:
+        for leaf in known.values():
             shape = self.local_shape(leaf, self.here)
             if leaf.path not in given:
                 if shape is not None and not some:
@@ -233,6 +285,40 @@ class Placement:
                 found.append(Problem(leaf.path, got, wanted))
         raise_problems(what, found)
         return given
+
+
+def _separate(leaf: Leaf, joined: Mapping[str, ParamDef], found: list[Problem]) -> list[Leaf]:
+    """A leaf of the state that processes hold, as leaves of the canonical one."""
+    for path, d in joined.items():
+        before, own, after = f"/{leaf.path}/".partition(f"/{path}/")
+        if not own:
+            continue
+        axes = dim_axes(leaf.spec, len(leaf.shape))
+        if leaf.shape[:-1] != d.shape[:-1] or axes[-2]:
+            got, fix = f"{leaf.shape} split by {leaf.spec}", "set gpt.fused_projections to false"
+            wanted = f"whole pieces, as of the parameter's {d.shape}"
+            found.append(Problem(leaf.path, got, wanted, fix))
+            return []
+        return [
+            Leaf(
+                f"{before}/{one.path}/{after}".strip("/"),
+                (*one.shape[:-1], leaf.shape[-1]),
+                leaf.dtype,
+                P(*map(as_entry, (*axes[:-2], axes[-1]))),
+                Part(leaf.path, leaf.shape, leaf.spec, one.start, one.size),
+            )
+            for one in pieces_of(path, d)
+        ]
+    return [leaf]
+
+
+def _group_runs(found: list[tuple[list[_Run], int]], size: int) -> list[tuple[list[_Run], int]]:
+    """The runs of a joined leaf as those of a part with so many entries of the last dim but one."""
+    *before, _, last = found
+    if size > 1:
+        runs, length = before[-1]
+        before[-1] = [_Run(*(size * n for n in run)) for run in runs], size * length
+    return [*before, last]
 
 
 def _span(
@@ -423,7 +509,11 @@ def chunk_shape(
     if copies > 1 and flat:
         largest = max(math.prod(box.size) for box in flat) * leaf.dtype.itemsize
         limit = min(limit, max(_SMALL_CHUNK, largest // copies))
-    return _cut_shape(shape, free, max(1, limit // leaf.dtype.itemsize))
+    if leaf.group == 1:
+        return _cut_shape(shape, free, max(1, limit // leaf.dtype.itemsize))
+    shape[-2] //= leaf.group
+    cut = _cut_shape(shape, free, max(1, limit // leaf.dtype.itemsize // leaf.group))
+    return (*cut[:-2], cut[-2] * leaf.group, cut[-1])
 
 
 def _cut_shape(shape: list[int], free: list[bool], limit: int) -> tuple[int, ...]:

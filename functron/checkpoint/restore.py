@@ -7,7 +7,7 @@ and to upcycle.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,13 @@ import torch
 
 from functron.checkpoint import database
 from functron.checkpoint.database import from_name, name_of
-from functron.checkpoint.folder import Checkpoint, StoredLeaf
+from functron.checkpoint.folder import Checkpoint, StoredLeaf, normalise_index
 from functron.checkpoint.placement import Box, Leaf, Placement
 from functron.core import tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.nn.layers import JOINED
 from functron.spmd import BoundMesh, Mesh, Rules
-from functron.spmd.params import abstract_params, param_specs
+from functron.spmd.params import ParamDef, abstract_params, param_specs, pieces_of
 from functron.spmd.spec import local_shape
 
 
@@ -125,7 +126,8 @@ def _match_leaves(
 ) -> list[tuple[Leaf, StoredLeaf | Computed]]:
     """The leaves that are wanted, with what the checkpoint holds of them."""
     wanted = set(tree.paths(like))
-    leaves = [leaf for leaf in placement.leaves if leaf.path in wanted]
+    leaves = [leaf for leaf in placement.leaves if leaf.held.path in wanted]
+    separate(stored, [leaf.path.removeprefix("params/") for leaf in leaves])
     given = {leaf.path: sources.get(leaf.path, leaf.path) for leaf in leaves}
     names = [source for source in given.values() if isinstance(source, str)]
     stored.open([name for name in names if name in stored])
@@ -203,10 +205,16 @@ def _fill(
         try:
             for leaf, there in fitting:
                 boxes = placement.boxes(leaf, placement.here)
-                tensor = tensors[leaf.path]
+                tensor = leaf.view(tensors[leaf.held.path])
                 if tensor.numel() != sum(database.nbytes_of(box.size, 1) for box in boxes):
                     tensor.zero_()  # the rest is padding
-                there.read(boxes, tensor, window)
+                if leaf.group == 1:
+                    there.read(boxes, tensor, window)
+                    continue
+                alone = torch.zeros(tensor.shape, dtype=tensor.dtype).flatten(-3, -2)
+                there.read(boxes, alone, window)
+                window.drain()
+                tensor.copy_(alone.view(tensor.shape))
             window.drain()
         finally:
             window.abandon()
@@ -224,6 +232,88 @@ def _nest_leaves(stored: Checkpoint) -> dict[str, Any]:
         tree.put_leaf(out, path, torch.empty(leaf.shape, dtype=dtype, device="meta"))
     raise_problems(f"cannot restore the checkpoint {stored.path}", found)
     return out
+
+
+# --- parameters that are joined with others
+
+
+def separate(stored: Checkpoint, params: Iterable[str]) -> None:
+    """Have a checkpoint hold parameters that it has joined, and what is like them, apart.
+
+    Runs with fused projections stored them so once.
+
+    Args:
+        stored: the checkpoint.
+        params: the paths of parameters that are wanted.
+    """
+    found: dict[str, Sequence[str]] = {}
+    for path in params:
+        *above, layer, name = ["", *path.split("/")]
+        for joined, names in JOINED.items():
+            whole = "/".join([*above, joined, name]).lstrip("/")
+            missing = layer in names and f"params/{path}" not in stored
+            if missing and f"params/{whole}" in stored:
+                found[whole] = names
+    made: dict[str, Computed] = {}
+    gone = []
+    for path in stored if found else ():
+        for whole, names in found.items():
+            before, own, after = f"/{path}/".partition(f"/{whole}/")
+            if own:
+                gone.append(path)
+                *above, _, name = ["", *whole.split("/")]
+                for index, layer in enumerate(names):
+                    alone = "/".join([before, *above[1:], layer, name, after]).strip("/")
+                    made[alone] = _part_of(stored[path], index, len(names))
+    stored.present(made, without=gone)
+
+
+def _part_of(leaf: StoredLeaf, index: int, count: int) -> Computed:
+    """One of so many leaves that are joined as `JOINED` says."""
+    *outer, entries, last = leaf.shape
+    first = entries - count + 1
+    start, size = (0, first) if index == 0 else (first + index - 1, 1)
+    if size > 1:
+        outer[-1] *= size
+    shape = (*outer, last)
+
+    def rows(where: Any) -> torch.Tensor:
+        *before, within = normalise_index(where, shape)
+        if size == 1:
+            return leaf[(*before, start, within)]
+        *before, at = before
+        span = at if isinstance(at, slice) else slice(at, at + 1)
+        groups = slice(span.start // size, -(-span.stop // size))
+        found = leaf[(*before, groups, slice(start, start + size), slice(None))].flatten(-3, -2)
+        skipped = groups.start * size
+        if isinstance(at, int):
+            return found[..., at - skipped, within]
+        return found[..., slice(at.start - skipped, at.stop - skipped, at.step), within]
+
+    assert leaf.dtype is not None
+    return Computed(shape, leaf.dtype, rows)
+
+
+def _join_parts(leaves: Sequence[StoredLeaf | Computed], d: ParamDef) -> Computed:
+    """The parameter whose pieces these are."""
+
+    def rows(where: Any) -> torch.Tensor:
+        *before, entry, last = normalise_index(where, d.shape)
+        made = []
+        for (_, size), leaf in zip(d.pieces, leaves, strict=True):
+            if size == 1:
+                made.append(leaf[(*before, slice(None))].unsqueeze(-2))
+                continue
+            *outer, at = before
+            span = at if isinstance(at, slice) else slice(at, at + 1, 1)
+            part = leaf[(*outer, slice(span.start * size, span.stop * size), slice(None))]
+            part = part.unflatten(-2, (-1, size))[..., :: span.step, :, :]
+            made.append(part if isinstance(at, slice) else part.squeeze(-3))
+        return torch.cat(made, -2)[..., entry, last]
+
+    dtype = leaves[0].dtype
+    assert dtype is not None
+    return Computed(d.shape, dtype, rows)
 
 
 # --- parameters alone
@@ -250,23 +340,32 @@ def stored_params(stored: Checkpoint, defs: tree.Tree, *, averaged: bool = False
         ValueError: parameters are missing, or have other shapes than the defs (all are listed); or
             it keeps no average, or several.
     """
+    separate(stored, _shapes_apart(defs))
     _check_params(stored, defs)
-    found = tree.map_with_path(lambda path, _: stored[f"params/{path}"], defs)
-    if not averaged:
-        return found
-    at = _place_of_average(stored)
-    weight = stored[f"{at}weight"][...]
-    if not weight > 0:  # of no parameters yet
-        return found
+    at = _place_of_average(stored) if averaged else ""
+    weight = stored[f"{at}weight"][...] if averaged else torch.zeros(())
+    some = bool(weight > 0)  # else of no parameters yet
 
-    def one(path: str, now: Any) -> Any:
-        name = f"{at}average/{path}"
-        return _average(stored[name], weight, now.dtype) if name in stored else now
+    def one(path: str) -> Any:
+        now, name = stored[f"params/{path}"], f"{at}average/{path}"
+        return _average(stored[name], weight, now.dtype) if some and name in stored else now
 
-    return tree.map_with_path(one, found)
+    def read(path: str, d: ParamDef) -> Any:
+        parts = [one(part.path) for part in pieces_of(path, d)]
+        return _join_parts(parts, d) if parts else one(path)
+
+    return tree.map_with_path(read, defs)
 
 
-def _average(total: StoredLeaf, weight: torch.Tensor, dtype: torch.dtype) -> Computed:
+def _shapes_apart(defs: tree.Tree) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters, pieces apart, by path."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path, d in tree.items(defs):
+        found |= {part.path: part.shape for part in pieces_of(path, d)} or {path: tuple(d.shape)}
+    return found
+
+
+def _average(total: StoredLeaf | Computed, weight: torch.Tensor, dtype: torch.dtype) -> Computed:
     """The mean whose weighted sum `total` is, rounded to the dtype of the parameter."""
 
     def rows(where: Any) -> torch.Tensor:
@@ -309,7 +408,7 @@ def read_params(
 
 def _check_params(stored: Checkpoint, defs: tree.Tree) -> None:
     """Raise where the parameters are not those of `defs`."""
-    wanted = {f"params/{path}": list(d.shape) for path, d in tree.items(defs)}
+    wanted = {f"params/{path}": list(shape) for path, shape in _shapes_apart(defs).items()}
     stored.open([path for path in wanted if path in stored])
     problems = [
         Problem(path, "no such leaf", "a parameter, as in config.toml")

@@ -604,7 +604,7 @@ def save(
         request = SaveRequest(local_path(path).absolute(), division, _as_json(metadata))
 
     def read(index: int, piece: Piece) -> np.ndarray:
-        return as_array(slice_values(tensors, index, piece).cpu())
+        return as_array(slice_values(tensors, index, piece).cpu().reshape(piece.size))
 
     save_together(request, read, ranks)
     ranks.leave()
@@ -777,7 +777,8 @@ def _list_tensors(placement: Placement, value: tree.Tree) -> list[torch.Tensor |
     abstract = [path for path, leaf in given.items() if leaf.is_meta]
     found = [Problem(path, "a meta tensor", "a tensor with values") for path in abstract]
     raise_problems("cannot save the checkpoint", found)
-    return [given.get(leaf.path) for leaf in placement.leaves]
+    apart = placement.separate(given)
+    return [apart.get(leaf.path) for leaf in placement.leaves]
 
 
 def _connect_ranks(

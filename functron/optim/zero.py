@@ -75,7 +75,7 @@ def shard_specs(
 
     The axes of `axes` that the mesh has and a leaf's spec does not mention are appended, minor, to
     one of its dims: the first that they divide, else the one that needs the least padding. Never a
-    dim of stacked layers. Leaves without another dim stay replicated.
+    dim of stacked layers, or of `ParamDef.pieces`. Leaves without another dim stay replicated.
 
     Args:
         defs: the parameters' `ParamDef`s; or anything with shapes, where no dim is of layers.
@@ -96,7 +96,8 @@ def shard_specs(
 def _shard(leaf: Any, spec: P, mesh: Mesh | BoundMesh, axes: Sequence[str]) -> P:
     missing = tuple(name for name in axes if mesh[name] > 1 and name not in spec_axes(spec))
     names = getattr(leaf, "axes", (None,) * len(leaf.shape))
-    dims = [dim for dim, name in enumerate(names) if name != STACKED]
+    entries = len(names) - 2 if getattr(leaf, "pieces", ()) else None
+    dims = [dim for dim, name in enumerate(names) if name != STACKED and dim != entries]
     if not missing or not dims:
         return spec
     local = local_shape(leaf.shape, spec, mesh)

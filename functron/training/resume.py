@@ -30,12 +30,11 @@ from typing import Any, NamedTuple
 import torch
 
 from functron import checkpoint, optim
-from functron.checkpoint.restore import Computed
+from functron.checkpoint.restore import Computed, separate
 from functron.core import random, tree
-from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.errors import Problem, raise_problems
 from functron.core.settings import nest_table
 from functron.models import lora
-from functron.models.config import GPTConfig, TextConfig
 from functron.ops.adamw import halves, joined
 from functron.optim.low_precision import (
     BLOCK,
@@ -74,20 +73,23 @@ def restore_state(
             precision and `recast` is not set; or weights do not fit into float16.
     """
     stored = checkpoint.Checkpoint(path)
+    paths = [leaf.path for leaf in setup.placement.leaves]
+    separate(stored, [path.removeprefix("params/") for path in paths])
     names = list(stored)
-    _check_layout(names, setup.config.architecture)
-    adapted = lora.has_adapters(leaf.path for leaf in setup.placement.leaves)
+    adapted = lora.has_adapters(paths)
     new = adapted and not lora.has_adapters(names)
     if new or not any(name.startswith("opt_state/") for name in names):
         return _restore_params(stored, setup, key, device, new=new, recast=recast)
     like = setup.init(key.to("meta"))
-    wanted = dict(zip(tree.paths(like), tree.leaves(like), strict=True))
+    held = dict(tree.items(like))
+    wanted = setup.placement.separate(like)
     stored.open(names)
     histories = _new_histories(setup, stored)
     sources = _find_sources(wanted, stored) | dict.fromkeys(histories)
     done = [*_describe_recipes(stored, setup), *_describe_conversions(wanted, stored)]
     _require_recast(done, stored, recast)
-    kept = {name: leaf for name, leaf in wanted.items() if sources[name] is not None}
+    # nothing that is joined begins anew
+    kept = {name: leaf for name, leaf in held.items() if sources.get(name, "") is not None}
     found = checkpoint.restore(
         path,
         kept,
@@ -97,10 +99,10 @@ def restore_state(
         device=device,
     )
     fresh = {
-        name: _make_initial(name, leaf, setup) for name, leaf in wanted.items() if name not in kept
+        name: _make_initial(name, leaf, setup) for name, leaf in held.items() if name not in kept
     }
     found |= {name: leaf.to(device) for name, leaf in fresh.items()}
-    state = tree.unflatten(tree.structure(like), [found[name] for name in wanted])
+    state = tree.unflatten(tree.structure(like), [found[name] for name in held])
     if done:
         _check_range(state.params)
     return state, (*done, *_describe_empty(histories))
@@ -118,10 +120,14 @@ def _restore_params(
     """An initial state with a checkpoint's parameters, to which `new` adapters are added."""
     where, params = setup.placement, setup.init(key.to("meta")).params
     if setup.config.optimizer.fp32_masters:  # masters take what is stored in float32
-        params = _widen_as_stored(params, stored)
-        dtypes = {f"params/{name}": leaf.dtype for name, leaf in _name_leaves(params)}
+        low = (leaf for leaf in where.leaves if leaf.dtype in optim.LOW_PRECISION)
+        low = (leaf for leaf in low if leaf.path.startswith("params/") and leaf.path in stored)
+        wide = {leaf.held.path for leaf in low if stored[leaf.path].dtype == torch.float32}
+        params = tree.map_with_path(
+            lambda name, leaf: leaf.float() if f"params/{name}" in wide else leaf, params
+        )
         leaves = [
-            dataclasses.replace(leaf, dtype=dtypes.get(leaf.path, leaf.dtype))
+            dataclasses.replace(leaf, dtype=torch.float32) if leaf.held.path in wide else leaf
             for leaf in where.leaves
         ]
         where = dataclasses.replace(where, leaves=tuple(leaves))
@@ -131,8 +137,7 @@ def _restore_params(
     if histories:
         mask = history_mask(setup.defs)
         empty, chosen["params"] = tree.partition(chosen["params"], mask)
-    own = {f"params/{name}": leaf for name, leaf in _name_leaves(chosen["params"])}
-    done = _describe_conversions(own, stored)
+    done = _describe_conversions(where.separate(chosen), stored)
     _require_recast(done, stored, recast)
     read = checkpoint.restore(stored.path, chosen, placement=where, cast=recast, device=device)
     params = read["params"]
@@ -169,32 +174,8 @@ def _require_recast(done: Sequence[str], stored: checkpoint.Checkpoint, recast: 
     raise_problems(title, [] if recast else found)
 
 
-def _check_layout(names: Sequence[str], model: TextConfig) -> None:
-    """Refuse fused projections where the model's are not, and the other way round."""
-    stored = any({"qkv", "gate_up"} & {*name.split("/")} for name in names)
-    if isinstance(model, GPTConfig) and stored != model.fused_projections:
-        way = "" if stored else " --fused-projections"
-        fix = (
-            f"leave it {stored}, or convert the parameters: functron convert run:RUN hf:MODEL, "
-            f"then functron convert hf:MODEL run:NEW{way}"
-        )
-        title, got = "the checkpoint has another layout", str(model.fused_projections)
-        refuse(title, "gpt.fused_projections", got, f"{stored}, as in the checkpoint", fix)
-
-
 def _name_leaves(params: tree.Tree) -> Iterator[tuple[str, torch.Tensor]]:
     return zip(tree.paths(params), tree.leaves(params), strict=True)
-
-
-def _widen_as_stored(params: tree.Tree, stored: checkpoint.Checkpoint) -> tree.Tree:
-    """`params`, in float32 where the checkpoint is and theirs is a lower precision."""
-
-    def one(name: str, leaf: torch.Tensor) -> torch.Tensor:
-        held = stored[f"params/{name}"].dtype if f"params/{name}" in stored else None
-        wide = held == torch.float32 and leaf.dtype in optim.LOW_PRECISION
-        return leaf.float() if wide else leaf
-
-    return tree.map_with_path(one, params)
 
 
 def _check_range(params: tree.Tree) -> None:

@@ -475,11 +475,15 @@ class RunSetup:
         """The ranks that hold each part of the whole state between steps.
 
         Each process of a pipeline has an optimizer of its own parameters only; the layout of the
-        whole state is that of an optimizer of all parameters.
+        whole state is that of an optimizer of all parameters. Joined parameters, and what is like
+        them, are leaves of their own, so that checkpoints do not depend on how a run computes.
+
+        Raises:
+            ValueError: the optimizer has state of a joined parameter that is not of its pieces.
         """
         if self.rank is None:
             like = self.init(random.key(0).to("meta"), mesh=Mesh())  # whole, and not padded
-            return checkpoint.Placement.of(like, self.state_specs, self.mesh)
+            return checkpoint.Placement.of(like, self.state_specs, self.mesh, joined=self._joined)
         return self.pipeline_placement
 
     @cached_property
@@ -495,8 +499,15 @@ class RunSetup:
         optimizer = self._optimizer(self.whole_defs, specs, zero_specs or None)
         meta, stored = random.key(0).to("meta"), partition.storage_specs(specs)
         like = init_state(meta, self.whole_defs, stored, optimizer, Mesh())
-        found = checkpoint.Placement.of(like, state_specs(stored, optimizer), self.mesh, partition)
+        found = checkpoint.Placement.of(
+            like, state_specs(stored, optimizer), self.mesh, partition, joined=self._joined
+        )
         return replace(found, rank=found.here)
+
+    @property
+    def _joined(self) -> dict[str, ParamDef]:
+        """The parameters that are several in one, by path."""
+        return {path: d for path, d in tree.items(self.whole_defs) if d.pieces}
 
     # --- the step
 

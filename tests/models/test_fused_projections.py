@@ -13,6 +13,8 @@ import torch
 
 import functron as ft
 from functron import Mesh, checkpoint, gpt, lora, ops, random, tree
+from functron.checkpoint.memory import slice_values
+from functron.checkpoint.placement import Division
 from functron.models import mup
 from functron.models.lora import LoRA
 from functron.nn.moe import MoEConfig
@@ -23,6 +25,7 @@ from functron.spmd.params import Normal, ParamDef, init_params
 from functron.training.config import configure
 from functron.training.convert import upcycle
 from functron.training.run import prepare
+from functron.training.setup import make_setup
 from tests.spmd.test_params import bound
 
 TOLERANCE = 1e-10
@@ -205,11 +208,123 @@ def test_what_cannot_be_is_refused():
         ParamDef((4, 3, 2), ("embed", None, None), Normal(1.0), pieces=(("q", 1), ("k", 1)))
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_checkpoints_of_the_other_layout_are_refused(stored, tmp_path):
-    config = replace(APART, vocab_size=256, fused_projections=stored)
-    checkpoint.save(tmp_path / "0", {"params": init_params(random.key(0), gpt.defs(config))})
-    run = configure(gpt=replace(config, fused_projections=not stored), seq=16, global_batch=4)
-    words = rf"gpt.fused_projections: got {not stored}; wanted {stored}.*functron convert"
-    with pytest.raises(ValueError, match=words):
-        prepare(run, Mesh(), begin_from=tmp_path / "0")
+# Checkpoints
+
+
+def run_config(fused, **options):
+    config = replace(APART, vocab_size=256, bias=True, fused_projections=fused)
+    return configure(gpt=config, seq=16, global_batch=4, steps=6, **options)
+
+
+def train_in_turns(folder, turns, mesh, **options):
+    """The checkpoint of a run that is resumed with these layouts, each for so many steps."""
+    start, step = None, 0
+    for fused, count in turns:
+        config = run_config(fused, mesh=mesh, **options)
+        run = prepare(config, Mesh.parse(mesh), begin_from=start)
+        state = run.state
+        for _ in range(count):
+            state, _ = run.step(state, run.batch(step))
+            step += 1
+        start = folder / f"{len(turns)}-{step}"
+        checkpoint.save(start, state, placement=run.setup.placement)
+    return checkpoint.restore(start)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("tp=2", {}),
+        ("fsdp=2", {}),
+        ("dp=4,tp=2", {"zero": 1}),
+        ("pp=2", {"microbatches": 2}),
+        ("tp=2", {"optimizer__name": "muon"}),
+        ("", {"precision": "bf16", "optimizer__mu_dtype": "int8", "optimizer__nu_dtype": "int8"}),
+    ],
+    ids=["tp", "fsdp", "zero", "pp", "muon", "8 bits"],
+)
+def test_a_run_goes_on_in_the_other_layout(mesh, options, tmp_path):
+    """The same leaves; and the numbers of a run that nobody interrupted, up to rounding."""
+    want = train_in_turns(tmp_path, [(False, 6)], mesh, **options)
+    got = train_in_turns(tmp_path, [(True, 2), (False, 2), (True, 2)], mesh, **options)
+    assert tree.paths(got) == tree.paths(want)
+    for path, x, y in zip(tree.paths(want), tree.leaves(got), tree.leaves(want), strict=True):
+        assert x.shape == y.shape, path
+        if "precision" not in options:
+            assert (x - y).abs().max() < TOLERANCE, path
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_what_a_run_stored_joined_is_read_apart(averaged, tmp_path):
+    """As runs with fused projections once did; and joined again, also where it is indexed."""
+    own = {"optimizer__ema_decay": 0.5, "steps": 2}
+    run = prepare(run_config(True) if not averaged else configure(run_config(True), **own), Mesh())
+    state, _ = run.step(run.state, run.batch(0))
+    checkpoint.save(tmp_path / "old", state)
+    checkpoint.save(tmp_path / "new", state, placement=run.setup.placement)
+    names = {name: list(checkpoint.Checkpoint(tmp_path / name)) for name in ("old", "new")}
+    found = {key: {name for x in paths for name in x.split("/")} for key, paths in names.items()}
+    assert {"qkv", "gate_up"} <= found["old"]
+    assert not {"qkv", "gate_up"} & found["new"]
+
+    want = (averaged and run.setup.averaged(state)) or state.params
+    for folder in ("old", "new"):
+        for joined, values in ((False, apart(want)), (True, want)):
+            defs = gpt.defs(run_config(joined).gpt)
+            stored = checkpoint.Checkpoint(tmp_path / folder)
+            read = checkpoint.read_params(stored, defs, averaged=averaged)
+            assert tree.paths(read) == tree.paths(values)
+            assert all(map(torch.equal, tree.leaves(read), tree.leaves(values)))
+            lazy = checkpoint.stored_params(stored, defs, averaged=averaged)
+            for x, y in zip(tree.leaves(lazy), tree.leaves(values), strict=True):
+                last = (*(0 for _ in y.shape[:-2]), slice(1, None, 2), slice(0, 3))
+                for where in (..., 1, slice(0, 1), last if y.dim() > 1 else 0, (..., -1)):
+                    assert torch.equal(x[where], y[where])
+        other = prepare(configure(run_config(False), **(own if averaged else {})), Mesh(),
+                        begin_from=tmp_path / folder)  # fmt: skip
+        assert all(
+            map(torch.equal, tree.leaves(other.state.params), tree.leaves(apart(state.params)))
+        )
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(dp=4)], ids=str)
+def test_ranks_write_and_read_the_pieces_of_their_shards(mesh, tmp_path):
+    """Each by itself, in chunks that are smaller than a row of heads."""
+    zero = {"zero": 1} if mesh["dp"] > 1 else {}
+    setup = make_setup(run_config(True, mesh=str(mesh), **zero), mesh)
+    whole = setup.init(random.key(1))
+    counts = {path: torch.arange(x.numel()).reshape(x.shape) for path, x in tree.items(whole)}
+    values = {
+        path: n.to(x.dtype) for (path, x), n in zip(tree.items(whole), counts.values(), strict=True)
+    }
+    alone = setup.placement
+    want = {leaf.path: leaf.view(values[leaf.held.path]) for leaf in alone.leaves}
+    want = {
+        path: x.reshape(leaf.shape)
+        for (path, x), leaf in zip(want.items(), alone.leaves, strict=True)
+    }
+    made = {path: torch.full_like(x, -1) for path, x in want.items()}
+    checkpoint.save(tmp_path / "0", want)
+    for rank in range(mesh.size):
+        placed = replace(alone, rank=rank)
+        own = {}
+        for leaf in {leaf.held.path: leaf.held for leaf in alone.leaves}.values():
+            own[leaf.path] = torch.zeros(placed.local_shape(leaf, rank), dtype=leaf.dtype)
+            for box in placed.boxes(leaf, rank):
+                rows = tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))
+                local = tuple(slice(a, a + n) for a, n in zip(box.local, box.size, strict=True))
+                own[leaf.path][local] = values[leaf.path][rows]
+        division = Division(placed, chunk_bytes=64)
+        tensors = [placed.separate(own).get(leaf.path) for leaf in placed.leaves]
+        for index, (leaf, pieces) in enumerate(zip(placed.leaves, division.pieces, strict=True)):
+            for piece in pieces:
+                part = slice_values(tensors, index, piece).reshape(piece.size)
+                made[leaf.path][piece.region()] = part
+        read = checkpoint.restore(tmp_path / "0", own, placement=placed)
+        assert all(torch.equal(read[path], own[path]) for path in own)
+    assert all(torch.equal(made[path], want[path]) for path in want)
+
+
+def test_state_without_pieces_is_refused():
+    with pytest.raises(ValueError, match=r"qkv/w: got .*; wanted whole pieces.*fused_projections"):
+        _ = make_setup(run_config(True, optimizer__name="soap"), Mesh()).placement
