@@ -34,7 +34,7 @@ CHUNK_BYTES = 8 << 20
 _SMALL_CHUNK = 1 << 20  # chunks are not made smaller than this only to give every replica some
 
 
-class Part(NamedTuple):
+class JoinedPart(NamedTuple):
     """Where a leaf lies that processes hold joined with others (`ParamDef.pieces`).
 
     Attributes:
@@ -65,7 +65,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: torch.dtype
     spec: P
-    part: Part | None = None
+    part: JoinedPart | None = None
 
     @property
     def held(self) -> Leaf:
@@ -305,7 +305,7 @@ def _separate(leaf: Leaf, joined: Mapping[str, ParamDef], found: list[Problem]) 
                 (*one.shape[:-1], leaf.shape[-1]),
                 leaf.dtype,
                 P(*map(as_entry, (*axes[:-2], axes[-1]))),
-                Part(leaf.path, leaf.shape, leaf.spec, one.start, one.size),
+                JoinedPart(leaf.path, leaf.shape, leaf.spec, one.start, one.size),
             )
             for one in pieces_of(path, d)
         ]

@@ -44,7 +44,6 @@ class ConvertOptions:
         dtype: of the target's parameters; empty: unchanged.
         averaged: export the averages of parameters that the run keeps (--optimizer.ema-decay).
         max_seq: the run's longest sequence, at most the model's; 0: the model's.
-        fused_projections: fuse the run's query, key and value matrices, and gate and up.
         quantise: write the matrices of attention, feed-forward layers and experts in FP8: fp8-block
             with scales of 128x128 blocks, as DeepSeek-V3, if 128 divides both sides; fp8-row with
             one scale per output, as compressed-tensors; empty: no.
@@ -59,7 +58,6 @@ class ConvertOptions:
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     averaged: bool = False
     max_seq: int = 0
-    fused_projections: bool = False
     quantise: Literal["", "fp8-block", "fp8-row"] = ""
     model: str = ""
     expert_parallel: int = 1
@@ -78,7 +76,6 @@ def convert(arguments: Sequence[str]) -> int:
             dtype=options.dtype or None,
             averaged=options.averaged,
             max_seq=options.max_seq or None,
-            fused_projections=options.fused_projections,
             quantise=options.quantise or None,
             model=options.model or None,
             expert_parallel=options.expert_parallel if options.expert_parallel != 1 else None,

@@ -124,7 +124,8 @@ def run(
             if here is None or here.rank == 0:
                 done = run_folder.steps_done(config)
                 print("".join(f"{line}\n" for line in _rate_lines(config, done)), end="")
-                print(_dry(make_setup(config, Mesh.parse(config.parallelism.mesh)), machine, kind))
+                made = make_setup(config, Mesh.parse(config.parallelism.mesh), kind)
+                print(_dry(made, machine, kind))
             return 0
     if config.compute.deterministic:  # cuBLAS reads it when it makes its first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -284,6 +285,8 @@ def _introduction(run: Run, here: Process | None) -> list[str]:
             f"(--nproc {run.mesh.size} starts processes)"
         )
     lines.append(f"steps  {run.setup.choose_compiled()[1]}")
+    if run.setup.family.name == "gpt":
+        lines.append(f"fused  {run.setup.choose_fused(run.device.type)[1]}")
     for section in sections_of(config):
         introduce = getattr(section, "introduce", None)
         lines += [] if introduce is None else introduce(run)

@@ -168,10 +168,10 @@ class GPTConfig(MLAConfig, TextConfig):
             (DeepSeek-V3, section 2.2); where layers differ, their blocks have rope and no window.
         mtp_weight: weight of the mean of their losses.
         fused_projections: queries, keys and values are one product of one matrix, and gate and up
-            another, of experts too: fewer launches, and x is read once. Initial values and results
-            are the same, and files of other formats too. Optimizers that look at whole leaves
-            (Adafactor, SOAP) see one for two or three. Latent attention stays as it is, and
-            quantised products are of each matrix by itself.
+            another, of experts too: fewer launches, and x is read once. Initial values, results,
+            checkpoints and files of other formats are the same. "auto": in a run on GPUs, where
+            nothing looks at single matrices, such as Adafactor, SOAP, LoRA and quantised products.
+            Latent attention stays as it is.
         tied: one matrix for embedding and unembedding.
         embed_scale: multiplies token embeddings, not the unembedding; sqrt(embed_dim) in Gemma.
         z_loss: weight of the squared log-partition function of the logits in the loss.
@@ -277,7 +277,7 @@ class GPTConfig(MLAConfig, TextConfig):
         if self.qk_norm_across and not self.qk_norm:
             got = "True without qk_norm"
             found.append(Problem("qk_norm_across", got, "False", "set qk_norm, or leave it out"))
-        if self.fused_projections and self.kv_rank and not self.gated:
+        if self.fused_projections is True and self.kv_rank and not self.gated:
             got, wanted = "True", "False: latent attention and layers without a gate join nothing"
             found.append(Problem("fused_projections", got, wanted, "leave it out"))
         if self.norm == "bare_layer" and self.zero_centered_norm and not self.qk_norm:

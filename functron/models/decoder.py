@@ -102,11 +102,11 @@ def block_defs(config: GPTConfig, *, experts: bool, options: ModelOptions = DEFA
     if experts:
         assert c.moe is not None
         router = _own_defs(config, options, "router")
-        kind = {"gated": c.gated, "fused": c.fused_projections, **stddevs}
+        kind = {"gated": c.gated, "fused": c.fused_projections is True, **stddevs}
         block["moe"] = moe_defs(c.moe, c.embed_dim, router=router, **kind)
         return block
     own = _own_defs(config, options, "mlp")
-    kind = {"gated": c.gated, "bias": c.bias, "fused": c.fused_projections, **stddevs}
+    kind = {"gated": c.gated, "bias": c.bias, "fused": c.fused_projections is True, **stddevs}
     mlp = nn.mlp_defs(c.embed_dim, c.mlp_dim, **kind)
     return block | {"mlp": own or mlp}
 

@@ -132,7 +132,7 @@ def rules(
             f"set vocab_multiple={math.lcm(config.vocab_multiple, tp)}",
         )
         found.append(Problem("vocab_multiple", str(own), f"a multiple of tp={tp}", fix))
-    if replicate_kv and config.fused_projections and not config.kv_rank:
+    if replicate_kv and config.fused_projections is True and not config.kv_rank:
         fix = f"set fused_projections=False, or tp={config.kv_heads}"
         got = f"True with {config.kv_heads} key heads on tp={tp}"
         wanted = "False: ranks that share a key head cannot have its matrix with their queries'"

@@ -231,7 +231,7 @@ class AttentionConfig:
             Qwen3-Next).
         fused_projections: queries, keys and values are one product of one matrix, ``[embed,
             kv_heads, group + 2, head_dim]``: a key head's queries, its key, its value (Megatron's
-            linear_qkv).
+            linear_qkv). "auto" is False here: a run, which knows its device, decides.
     """
 
     embed_dim: int
@@ -249,7 +249,7 @@ class AttentionConfig:
     sinks: bool = False
     attention_scale: float = 0.0
     attention_gate: bool = False
-    fused_projections: bool = False
+    fused_projections: bool | Literal["auto"] = "auto"
 
     @property
     def kv_heads(self) -> int:
@@ -294,7 +294,7 @@ def attention_defs(
     pieces = (("q", group), ("k", 1), ("v", 1))
     defs: dict = (
         {"qkv": projection(config.kv_heads, "kv_heads", pieces)}
-        if config.fused_projections
+        if config.fused_projections is True
         else {
             "q": projection(config.num_heads, "heads"),
             "k": projection(config.kv_heads, "kv_heads"),

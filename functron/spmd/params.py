@@ -112,6 +112,11 @@ def pieces_of(path: str, d: ParamDef) -> tuple[JoinedParam, ...]:
     return tuple(found)
 
 
+def joined_params(defs: tree.Tree) -> dict[str, ParamDef]:
+    """The parameters that are several in one leaf, by path."""
+    return {path: d for path, d in tree.items(defs) if d.pieces}
+
+
 @dataclass(frozen=True)
 class Constant:
     """x = value."""

@@ -35,7 +35,7 @@ from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.program.cost import free_memory_bytes
 from functron.spmd import Mesh
-from functron.spmd.params import num_params
+from functron.spmd.params import joined_params, num_params
 from functron.training import config, run_folder
 from functron.training.config import configure
 from functron.training.setup import make_setup
@@ -99,10 +99,10 @@ def convert(
         target: the other of the two; it must not exist.
         formats: by scheme; None: Hugging Face's only (`FORMATS`).
         options: of the format's function; None and False are ignored. From Hugging Face: ``dtype``
-            of the parameters, ``max_seq``, a longest sequence below the model's, and
-            ``fused_projections``, see `GPTConfig`. To Hugging Face: ``dtype``, ``averaged``, the
-            run's averages of parameters, ``max_shard_bytes`` per file, and ``quantise``,
-            ``fp8-block`` or ``fp8-row``, as in `functron.hub.save`. Quantised weights can be read.
+            of the parameters, and ``max_seq``, a longest sequence below the model's. To Hugging
+            Face: ``dtype``, ``averaged``, the run's averages of parameters, ``max_shard_bytes`` per
+            file, and ``quantise``, ``fp8-block`` or ``fp8-row``, as in `functron.hub.save`.
+            Quantised weights can be read.
 
     Raises:
         ValueError: paths have no scheme, or not exactly one is a run; options do not apply; or as
@@ -166,7 +166,6 @@ def _make_run(
     *,
     dtype: str | None = None,
     max_seq: int | None = None,
-    fused_projections: bool = False,
 ) -> Conversion:
     # float16 needs a loss scale, which `fine_tuning` does not choose
     known: dict[str, Dtype] = {name: name for name in get_args(Dtype) if name != "float16"}
@@ -179,11 +178,6 @@ def _make_run(
         others = [each.title for each in trained_families().values() if each.name != "gpt"]
         wanted = f"{', '.join(['a decoder', *others])}: functron train has no others"
         refuse("cannot convert", f"hf:{path}", family_of(model).title, wanted, fix)
-    if fused_projections and not isinstance(model, GPTConfig):
-        wanted = "False: only decoders have this layout"
-        refuse("cannot convert", "fused_projections", "True", wanted, "leave it out")
-    if isinstance(model, GPTConfig):
-        model = replace(model, fused_projections=fused_projections)
     params = load(path, model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run, needed, free = fine_tuning(model, free_memory_bytes(device))
@@ -215,7 +209,10 @@ def begin(
     def fill(folder: Path) -> None:
         (folder / run_folder.CONFIG).write_text(config.dump(run), encoding="utf-8")
         keep(folder / run_folder.HUB)
-        checkpoint.save(folder / run_folder.CHECKPOINTS / "0", {"params": params}, {"step": 0})
+        state, joined = {"params": params}, joined_params(run.family.defs(run.architecture))
+        placement = checkpoint.Placement.of(state, joined=joined)
+        saved = folder / run_folder.CHECKPOINTS / "0"
+        checkpoint.save(saved, state, {"step": 0}, placement=placement)
 
     run_folder.make(out, fill)
 

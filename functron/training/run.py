@@ -158,7 +158,7 @@ class Run:
 
     def with_config(self, config: TrainConfig) -> Run:
         """The run with another configuration, and so with other programs."""
-        return self._with_setup(make_setup(config, self.mesh))
+        return self._with_setup(make_setup(config, self.mesh, self.device.type))
 
     def _with_setup(self, made: RunSetup, **changes: Any) -> Run:
         step, watch = programs(made, self.around)
@@ -244,7 +244,8 @@ def prepare(
     tokenizer = data.reader_of(config)  # of its held-out sets, too
     text = data.open_samples(config, reader=lambda _: tokenizer)
     held_out = open_sets(config, reader=lambda _: tokenizer)
-    made, where = make_setup(config, mesh), torch.device(device)
+    where = torch.device(device)
+    made = make_setup(config, mesh, where.type)
     if config.precision.float32_matmul == "high" and where.type == "cuda":
         major, minor = torch.cuda.get_device_capability(where)
         if major < 8:

@@ -31,6 +31,7 @@ from functron.ops.nvrtc import Defines, KernelSource, names, read, variants_of
 from functron.ops.operations import TYPES
 from functron.ops.quantise import remember
 from functron.optim import torch_dtype
+from functron.optim.low_precision import quantisable
 from functron.pipeline.execute import gradients as stage_gradients
 from functron.pipeline.execute import pipelined
 from functron.pipeline.partition import (
@@ -52,7 +53,9 @@ from functron.spmd.params import (
     abstract_params,
     decay_mask,
     history_mask,
+    joined_params,
     param_specs,
+    pieces_of,
     weight_mask,
 )
 from functron.spmd.spec import validate, without_axes
@@ -483,7 +486,8 @@ class RunSetup:
         """
         if self.rank is None:
             like = self.init(random.key(0).to("meta"), mesh=Mesh())  # whole, and not padded
-            return checkpoint.Placement.of(like, self.state_specs, self.mesh, joined=self._joined)
+            joined = joined_params(self.whole_defs)
+            return checkpoint.Placement.of(like, self.state_specs, self.mesh, joined=joined)
         return self.pipeline_placement
 
     @cached_property
@@ -499,15 +503,9 @@ class RunSetup:
         optimizer = self._optimizer(self.whole_defs, specs, zero_specs or None)
         meta, stored = random.key(0).to("meta"), partition.storage_specs(specs)
         like = init_state(meta, self.whole_defs, stored, optimizer, Mesh())
-        found = checkpoint.Placement.of(
-            like, state_specs(stored, optimizer), self.mesh, partition, joined=self._joined
-        )
+        split, joined = state_specs(stored, optimizer), joined_params(self.whole_defs)
+        found = checkpoint.Placement.of(like, split, self.mesh, partition, joined=joined)
         return replace(found, rank=found.here)
-
-    @property
-    def _joined(self) -> dict[str, ParamDef]:
-        """The parameters that are several in one, by path."""
-        return {path: d for path, d in tree.items(self.whole_defs) if d.pieces}
 
     # --- the step
 
@@ -538,6 +536,25 @@ class RunSetup:
                 return False, f"not compiled: {why}; fix: {need.fix}"
         why = "to hide what ranks send over NCCL; the first one takes longer (off: --no-compile)"
         return True, f"compiled, {why}"
+
+    def choose_fused(self, device: str) -> tuple[bool, str]:
+        """Whether projections of a GPT are fused, and a phrase that says so, and why.
+
+        Args:
+            device: that ranks compute on: cpu or cuda.
+        """
+        if self.family.name != "gpt":
+            return False, "no projections: this is no GPT"
+        chosen = self.config.gpt.fused_projections
+        if chosen != "auto":
+            said = f"as gpt.fused_projections={str(chosen).lower()} says (auto: on GPUs alone)"
+            return chosen, f"{_FUSED if chosen else 'no projections'}, {said}"
+        reasons = (reason for applies, reason in _APART if applies(self))
+        reason = "this is no GPU" if device != "cuda" else next(reasons, None)
+        if reason is not None:
+            return False, f"no projections: {reason}"
+        why = "for fewer launches on a GPU (off: --gpt.fused-projections false)"
+        return True, f"{_FUSED}, {why}"
 
     @cached_property
     def step(self) -> Callable:
@@ -714,6 +731,54 @@ class RunSetup:
         return trace(self.step, donate=0)(state, batch)
 
 
+_FUSED = "queries with keys and values, gates with what they multiply"
+
+
+def _shares_key_heads(made: RunSetup) -> bool:
+    heads, tp = made.config.gpt.kv_heads, made.mesh["tp"]
+    return heads < tp and not made.config.gpt.kv_rank
+
+
+def _treats_pieces_alike(made: RunSetup) -> bool:
+    """Whether the optimizer does with a joined parameter what it does with its pieces."""
+    own = made.config.optimizer
+    if own.name not in ("adamw", "adam", "lion", "sgd", "muon"):
+        return False
+    groups, _ = optim.parse_groups(own.groups)
+    in_8_bits = bool({own.mu_dtype, own.nu_dtype} & {"int8", "fp8"})
+    joined, apart = (
+        made.family.defs(replace(made.model, fused_projections=fused)) for fused in (True, False)
+    )
+
+    def treatment(defs: dict) -> dict[str, tuple]:
+        labels, coded = optim.group_labels(defs, groups), quantisable(defs)
+        rows = zip(tree.leaves(labels), tree.leaves(coded), strict=True)
+        return dict(zip(tree.paths(defs), ((x, in_8_bits and y) for x, y in rows), strict=True))
+
+    one, each = treatment(joined), treatment(apart)
+    rows = joined_params(joined).items()
+    return all(one[path] == each[part.path] for path, d in rows for part in pieces_of(path, d))
+
+
+_APART: tuple[tuple[Callable[[RunSetup], bool], str], ...] = (
+    (
+        lambda made: bool(made.config.gpt.kv_rank) and not made.config.gpt.gated,
+        "latent attention and layers without a gate join nothing",
+    ),
+    (_shares_key_heads, "ranks of tp share key heads"),
+    (
+        lambda made: made.config.precision.recipe is not None,
+        "quantised products scale each by itself",
+    ),
+    (lambda made: made.config.lora.adapters is not None, "low-rank additions are to each"),
+    (
+        lambda made: not _treats_pieces_alike(made),
+        "the optimizer does not treat one of several as it treats each",
+    ),
+)
+"""Why a run on GPUs leaves projections apart by itself."""
+
+
 def _divides_experts(made: RunSetup) -> bool:
     moe = made.config.gpt.moe if made.family.name == "gpt" else None
     axes = made.config.parallelism.expert_axis_names
@@ -772,14 +837,23 @@ def _bfloat16_problems(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(path, got, wanted, "store parameters in bfloat16: --precision bf16")
 
 
-def make_setup(config: TrainConfig, mesh: Mesh | BoundMesh) -> RunSetup:
+def make_setup(config: TrainConfig, mesh: Mesh | BoundMesh, device: str = "") -> RunSetup:
     """The `RunSetup` of a run on a mesh.
+
+    Args:
+        config: of the run.
+        mesh: simulated, or bound to processes.
+        device: that ranks compute on, cpu or cuda; empty: that of a bound mesh, or else the CPU.
 
     Raises:
         ValueError: the model cannot run on the mesh, or a LoRA target is no layer of it.
     """
-    defs = config.family.defs(config.architecture)
-    made = RunSetup(config, mesh, with_additions(config, defs))
+    if not device and isinstance(mesh, BoundMesh):
+        device = mesh.device_type
+    model = config.architecture
+    if RunSetup(config, mesh, {}).choose_fused(device)[0]:
+        model = replace(model, fused_projections=True)
+    made = RunSetup(config, mesh, with_additions(config, config.family.defs(model)))
     _ = made.rules  # raises where the model cannot run on the mesh
     return made
 

@@ -61,19 +61,18 @@ def test_there_and_back(model, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["model", "out", "run"]
 
 
-@pytest.mark.full  # test_families.py has the tensors, test_fused_projections.py the refusals
-def test_the_other_layout_there_and_back(model, tmp_path):
+@pytest.mark.full  # test_families.py has the tensors
+def test_a_run_with_fused_projections_there_and_back(model, tmp_path):
     made, path = model
-    convert(f"hf:{path}", f"run:{tmp_path / 'run'}", fused_projections=True)
-    settings = config.load(tmp_path / "run" / "config.toml").gpt
-    assert settings == replace(hub.read_config(path), fused_projections=True)
+    convert(f"hf:{path}", f"run:{tmp_path / 'run'}")
+    file = tmp_path / "run" / "config.toml"
+    settings = config.load(file)
+    file.write_text(config.dump(config.configure(settings, gpt__fused_projections=True)))
     stored = checkpoint.Checkpoint(checkpoint.latest(tmp_path / "run" / "checkpoints"))
-    assert "params/blocks/attention/qkv/w" in stored
+    assert "params/blocks/attention/q/w" in stored
     convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'out'}")
     back = tiny.read_back(tmp_path / "out").state_dict()
     assert all(torch.equal(back[name], value) for name, value in made.state_dict().items())
-    with pytest.raises(ValueError, match="fused_projections: got True; wanted nothing"):
-        convert(f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'more'}", fused_projections=True)
 
 
 def test_is_evaluated_as_transformers_does(tmp_path, capsys):

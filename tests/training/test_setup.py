@@ -9,14 +9,17 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
-from functron import random, tree
+from functron import checkpoint, random, tree
 from functron.data import tokenizer
 from functron.models import gpt
 from functron.optim import OptimizerConfig
 from functron.optim import config as optim_config
 from functron.spmd import BoundMesh, Mesh
-from functron.training.config import TrainConfig, configure, with_model
+from functron.spmd.params import joined_params
+from functron.training.config import TrainConfig, configure, dump, with_model
+from functron.training.resume import restore_state
 from functron.training.run import prepare
 from functron.training.setup import make_setup
 from tests.data.chats import make_tokenizer
@@ -117,6 +120,65 @@ def test_steps_are_compiled_where_ranks_talk_over_nccl(settings, compiled, why, 
     asked = config.compute.compile is True
     assert make_setup(config, on_cpu).is_compiled == make_setup(config, mesh).is_compiled == asked
     assert make_setup(config, mesh).choose_compiled(on_gpus=True) == (found, text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fused", "why"),
+    [
+        ({}, True, "for fewer launches on a GPU (off: --gpt.fused-projections false)"),
+        ({"gpt__fused_projections": False}, False, "as gpt.fused_projections=false says"),
+        ({"gpt__fused_projections": True, "optimizer__name": "soap"}, True, "projections=true says"),
+        ({"mesh": "tp=8"}, False, "ranks of tp share key heads"),
+        ({"model": "deepseek-v3-tiny"}, True, "launches"),
+        ({"products": "fp8-tensor"}, False, "quantised products scale each"),
+        ({"lora_rank": 2}, False, "low-rank additions"),
+        ({"optimizer__name": "muon"}, True, "launches"),
+        ({"optimizer__name": "adafactor"}, False, "the optimizer does not treat one of several"),
+        ({"optimizer__name": "functron.optim:sgd"}, False, "the optimizer"),
+        ({"optimizer__groups": "blocks/*/w lr=0.5"}, True, "launches"),
+        ({"optimizer__groups": "*/q/w lr=0.5"}, False, "the optimizer"),
+        # blocks of 64 divide rows of both; of keys alone there are too few for 8 bits
+        ({"optimizer__mu_dtype": "int8", "gpt__head_dim": 64}, True, "launches"),
+        (
+            {"optimizer__mu_dtype": "int8", "gpt__head_dim": 64, "gpt__embed_dim": 16,
+             "gpt__num_kv_heads": 1, "gpt__num_heads": 8},
+            False, "the optimizer",
+        ),
+    ],
+)  # fmt: skip
+def test_projections_are_fused_on_gpus_where_nothing_tells_them_apart(settings, fused, why):
+    named = with_model(TrainConfig(), settings.get("model", "llama3-tiny"))
+    rest = {name: value for name, value in settings.items() if name != "model"}
+    config = configure(named, **rest)
+    mesh = Mesh.parse(config.parallelism.mesh)
+    made = make_setup(config, mesh, "cuda")
+    found, text = made.choose_fused("cuda")
+    assert (found, why in text) == (fused, True), text
+    names = {part for path in tree.paths(made.whole_defs) for part in path.split("/")}
+    assert bool({"qkv", "gate_up"} & names) == fused
+    on_gpu, on_cpu = (BoundMesh(mesh, 0, mesh.coordinate(0), {}, kind) for kind in ("cuda", "cpu"))
+    assert make_setup(config, on_gpu).whole_defs == made.whole_defs
+    explicit = config.gpt.fused_projections is True
+    for plain in (make_setup(config, on_cpu), make_setup(config, mesh)):
+        assert bool(joined_params(plain.whole_defs)) == plain.choose_fused("cpu")[0] == explicit
+    # the file and the checkpoints say what was asked for, and not what a device made of it
+    assert made.config == config
+    if not settings:
+        assert 'fused_projections = "auto"' in dump(config)
+        assert "no projections: this is no GPU" in plain.choose_fused("cpu")[1]
+
+
+def test_a_run_goes_on_where_another_device_chooses(tmp_path):
+    """Begun as on a GPU, gone on with as on a CPU: the leaves of one that never moved."""
+    config = configure(with_model(TrainConfig(), "llama3-tiny"), seq=8, global_batch=2)
+    begun, later = (make_setup(config, Mesh(), device) for device in ("cuda", "cpu"))
+    state = begun.init(random.key(0))
+    checkpoint.save(tmp_path / "0", state, placement=begun.placement)
+    read, notes = restore_state(tmp_path / "0", later, random.key(0), torch.device("cpu"))
+    want = later.init(random.key(0))
+    assert tree.paths(read) == tree.paths(want)
+    assert not notes
+    assert all(map(torch.equal, tree.leaves(read), tree.leaves(want)))
 
 
 def install(monkeypatch, *, triton: bool, compiler: bool) -> None:

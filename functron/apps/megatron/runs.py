@@ -55,7 +55,7 @@ from functron.training.step import State
 _TAKEN = "nothing: Megatron's checkpoints are converted unchanged"
 _REFUSALS = {
     name: Problem(name, "{!r}", _TAKEN, "leave it out")
-    for name in ("dtype", "averaged", "max_seq", "fused_projections", "quantise", "model")
+    for name in ("dtype", "averaged", "max_seq", "quantise", "model")
 } | {
     "expert_parallel": Problem(
         "expert_parallel", "{}", "1: it is for writing Megatron checkpoints", "leave it out"
@@ -399,6 +399,8 @@ def write_run(
     Raises:
         ValueError: as `write_arguments`; or the optimizer has no float32 moments.
     """
+    if run.gpt.fused_projections is True:  # Megatron's own tensors are joined otherwise
+        run = configure(run, gpt__fused_projections=False)
     step = int(stored["step"][...]) if "step" in stored else 0
     if expert_parallel < 1 or (expert_parallel > 1 and run.gpt.moe is None):
         wanted = "1 without experts" if run.gpt.moe is None else "at least 1"
@@ -717,7 +719,7 @@ def _check_back(config: GPTConfig, made: Mapping[str, Any]) -> None:
     # rows of padding and fused parameters are not part of the architecture
     plain = replace(
         config, vocab_size=config.padded_vocab, vocab_multiple=config.padded_vocab,
-        fused_projections=False,
+        fused_projections="auto",
     )  # fmt: skip
     back = replace(read_architecture(made), mtp_weight=plain.mtp_weight)
     wanted, got = canonical(plain), canonical(back)

@@ -142,7 +142,7 @@ def test_architectures_are_those_of_the_presets(made):
         plain = {field: getattr(mine, field) for field in free}
         assert mine == replace(theirs, **plain, **changes)
 
-    same("gpt3_175b.sh", "gpt3-175b", fused_projections=False)
+    same("gpt3_175b.sh", "gpt3-175b")
     same("llama3_70b.yaml", "llama3-70b", num_kv_heads=8)
     theirs = PRESETS["deepseek-v3"]
     moe = replace(theirs.moe, dispatch="gather")  # Megatron-LM's default

@@ -247,7 +247,7 @@ def test_every_conversion(seed, tmp_path):
     assert torch.equal(table["embedding.word_embeddings.weight"], wanted["params/embed"])
     convert(f"megatron:{tmp_path / 'megatron'}", f"run:{tmp_path / 'back'}")
     back = config.load(tmp_path / "back" / "config.toml")
-    assert back.gpt == replace(model, fused_projections=False)
+    assert back.gpt == replace(model, fused_projections="auto")
     plain = stored(tmp_path / "back")
     assert_same({p: v for p, v in plain.items() if p in wanted},
                 {p: v for p, v in wanted.items() if not JOINED.search(p)})  # fmt: skip
