@@ -235,7 +235,7 @@ def configured(args: argparse.Namespace, kind: Any = None, **changes: Any) -> An
     precision = changes.pop("precision", None)
     named = {"default_precision": "bf16", "precision": precision, "kind": kind or TrainConfig}
     base = starting_config(None, **named)
-    own = replace(shape.config, fused_projections=changes.pop("fused", False))
+    own = replace(shape.config, fused_projections=changes.pop("fused", "auto"))
     given = {"format": "mock", "global_batch": shape.batch, "seq": own.max_seq}
     return configure(base, gpt=own, device=args.device, **{"steps": 100, **given, **changes})
 
@@ -305,7 +305,8 @@ def train_once(name: str, args: argparse.Namespace, *, strict: bool, **changes: 
         if not saves:
             return found | {"save": "skipped: it needs tensorstore and orbax-checkpoint"}
         begun = time.perf_counter()
-        read = checkpoint.restore(Path(folder) / str(TRAIN_STEPS), outcome.state)
+        saved, placement = Path(folder) / str(TRAIN_STEPS), run.setup.placement
+        read = checkpoint.restore(saved, outcome.state, placement=placement)
         found["read_seconds"] = time.perf_counter() - begun
         pairs = zip(tree.leaves(read), tree.leaves(outcome.state), strict=True)
         equal = all(torch.equal(bits(a), bits(b.cpu())) for a, b in pairs)
@@ -367,8 +368,8 @@ def graph(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def fused(args: argparse.Namespace) -> Iterator[Row]:
-    """The same with one matrix for queries, keys and values, and one for gate and up."""
-    yield from take_steps("fused projections", args, fused=True)
+    """The same with a matrix for each projection, which are fused by default."""
+    yield from take_steps("projections apart", args, fused=False)
 
 
 def fp8(args: argparse.Namespace) -> Iterator[Row]:

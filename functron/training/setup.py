@@ -553,7 +553,7 @@ class RunSetup:
         reason = "this is no GPU" if device != "cuda" else next(reasons, None)
         if reason is not None:
             return False, f"no projections: {reason}"
-        why = "for fewer launches on a GPU (off: --gpt.fused-projections false)"
+        why = "for fewer launches on a GPU (off: --gpt.no-fused-projections)"
         return True, f"{_FUSED}, {why}"
 
     @cached_property

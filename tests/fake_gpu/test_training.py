@@ -135,6 +135,26 @@ def test_what_is_sent_over_nccl_is_hidden(train, axis, hidden):
             assert any(call == name and kernel in names for call, names in beside), name
 
 
+def count_launches(process: Process) -> int:
+    """Of the last step but one."""
+    begun = [i for i, record in enumerate(process.records) if record["op"] == "step"]
+    return sum(record["op"] == "launch" for record in process.records[begun[-2] : begun[-1]])
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_projections_are_fused(train, layers):
+    """Three products of q, k, v and two of gate and up are one each, and so are their gradients.
+
+    For each product left out there are three, forward and backward, of which two in backward for
+    its operands: 9 a layer. Sums of the gradients of x, and what moves heads, come on top.
+    """
+    options = (*FIXED, *DENSE, "--gpt.num-layers", str(layers))
+    (apart,) = train(*options, "--gpt.no-fused-projections")
+    both = train(*options, "--out", "again")
+    (fused,) = (process for process in both if process != apart)
+    assert count_launches(apart) - count_launches(fused) >= 9 * layers
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_segments_of_memory_grow_unless_the_user_says_otherwise(train, monkeypatch, ranks):
     for variable in ALLOCATOR:

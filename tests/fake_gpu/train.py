@@ -35,7 +35,7 @@ class Marks(LoopHook):
 
 def promise_bytes(setup: RunSetup) -> float:
     """The peak of the fullest rank, of programs traced without memory."""
-    plain = make_setup(setup.config, setup.plain_mesh)
+    plain = make_setup(setup.config, setup.plain_mesh, "cuda")
     if plain.is_pipelined:
         from functron.apps.planner.machines import hardware
         from functron.apps.planner.measurements import estimate_run

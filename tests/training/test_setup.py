@@ -125,7 +125,7 @@ def test_steps_are_compiled_where_ranks_talk_over_nccl(settings, compiled, why, 
 @pytest.mark.parametrize(
     ("settings", "fused", "why"),
     [
-        ({}, True, "for fewer launches on a GPU (off: --gpt.fused-projections false)"),
+        ({}, True, "for fewer launches on a GPU (off: --gpt.no-fused-projections)"),
         ({"gpt__fused_projections": False}, False, "as gpt.fused_projections=false says"),
         ({"gpt__fused_projections": True, "optimizer__name": "soap"}, True, "projections=true says"),
         ({"mesh": "tp=8"}, False, "ranks of tp share key heads"),

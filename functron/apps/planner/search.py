@@ -38,7 +38,7 @@ from functron.core.settings import value_at
 from functron.models import gpt
 from functron.optim import torch_dtype
 from functron.spmd import DATA_AXES, Mesh
-from functron.spmd.params import num_params, param_specs
+from functron.spmd.params import joined_params, num_params, param_specs
 from functron.spmd.spec import local_shape
 from functron.training.config import TrainConfig, configure, with_precision
 from functron.training.setup import RunSetup, make_setup
@@ -870,7 +870,7 @@ def trace_run(made: RunSetup, rows: int) -> TracedPieces:
     axes = {axis: n for axis, n in made.plain_mesh.axes if axis not in left_out}
     split = made.mesh["pp"] > 1 and config.parallelism.schedule in _SPLIT
     return trace_pieces(
-        config.gpt,
+        replace(config.gpt, fused_projections=bool(joined_params(made.whole_defs))),
         Mesh(**axes),
         replace(made.options, gather=gpt.WHOLE),
         rows=rows,
