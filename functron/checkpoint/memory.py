@@ -246,7 +246,7 @@ class Snapshot:
 
 
 def slice_values(tensors: Sequence[torch.Tensor | None], index: int, piece: Piece) -> torch.Tensor:
-    """A piece of this process's tensor of a leaf, with a dim more where that is `Leaf.view`'s."""
+    """A piece of this process's tensor of a leaf, with a dim more where a view of the leaf has."""
     tensor, where = tensors[index], piece.slices()
     assert tensor is not None
     if tensor.dim() > len(where):

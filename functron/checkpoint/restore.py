@@ -347,7 +347,8 @@ def stored_params(stored: Checkpoint, defs: tree.Tree, *, averaged: bool = False
     some = bool(weight > 0)  # else of no parameters yet
 
     def one(path: str) -> Any:
-        now, name = stored[f"params/{path}"], f"{at}average/{path}"
+        now: Any = stored[f"params/{path}"]
+        name = f"{at}average/{path}"
         return _average(stored[name], weight, now.dtype) if some and name in stored else now
 
     def read(path: str, d: ParamDef) -> Any:

@@ -228,6 +228,7 @@ def train_in_turns(folder, turns, mesh, **options):
             step += 1
         start = folder / f"{len(turns)}-{step}"
         checkpoint.save(start, state, placement=run.setup.placement)
+    assert start is not None
     return checkpoint.restore(start)
 
 
@@ -267,7 +268,8 @@ def test_what_a_run_stored_joined_is_read_apart(averaged, tmp_path):
     assert {"qkv", "gate_up"} <= found["old"]
     assert not {"qkv", "gate_up"} & found["new"]
 
-    want = (averaged and run.setup.averaged(state)) or state.params
+    read_average = run.setup.averaged
+    want = state.params if read_average is None else read_average(state)
     for folder in ("old", "new"):
         for joined, values in ((False, apart(want)), (True, want)):
             defs = gpt.defs(run_config(joined).gpt)
@@ -309,7 +311,9 @@ def test_ranks_write_and_read_the_pieces_of_their_shards(mesh, tmp_path):
         placed = replace(alone, rank=rank)
         own = {}
         for leaf in {leaf.held.path: leaf.held for leaf in alone.leaves}.values():
-            own[leaf.path] = torch.zeros(placed.local_shape(leaf, rank), dtype=leaf.dtype)
+            shape = placed.local_shape(leaf, rank)
+            assert shape is not None
+            own[leaf.path] = torch.zeros(shape, dtype=leaf.dtype)
             for box in placed.boxes(leaf, rank):
                 rows = tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))
                 local = tuple(slice(a, a + n) for a, n in zip(box.local, box.size, strict=True))
