@@ -19,7 +19,7 @@ APPLICATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "guard": ("rerun",),
         "megatron": ("migrate",),
         "planner": ("plan", "recipe"),
-        "workers": (),
+        "workers": ("join",),
         "zoo": (),
     }
 )
@@ -47,6 +47,7 @@ PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "watchdog": "functron.apps.guard.watchdog:WatchdogConfig",
         },
         "functron.started_meshes": {"processes": "functron.apps.workers.session:start"},
+        "functron.worker_programs": {"processes": "functron.apps.workers.worker:run"},
     }
 )
 """By group and name, ``module:function``.
@@ -61,6 +62,7 @@ PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 | ``functron.sample_orders`` | returns a `functron.data.sampling.SampleOrder` | order |
 | ``functron.sections`` | is the class of a section | `functron.training.config.TrainConfig` |
 | ``functron.started_meshes`` | starts the ranks of a mesh | `functron.Mesh.start` |
+| ``functron.worker_programs`` | is a rank of such a mesh | ``functron join`` |
 """
 
 

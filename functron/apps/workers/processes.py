@@ -20,15 +20,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Listener, wait
 from typing import Any
 
 import torch.distributed as dist
 
-from functron.apps.workers.worker import Answer, Place
+from functron.apps.workers.worker import Answer, Hello, Place
+from functron.core.errors import refuse
 from functron.spmd.flight import list_ranks
 
 START_SECONDS = 120.0
+HOSTS_SECONDS = 900.0
 INTERRUPT_SECONDS = 2.0
 """How long an interrupted program has to return on all ranks."""
 HANG_SECONDS = 8.0
@@ -36,6 +39,7 @@ HANG_SECONDS = 8.0
 _RELEASE_SECONDS = 1.0  # of an interrupt, after which ranks leave their groups
 _LOOPBACK = "127.0.0.1"
 _PROGRAM = "from functron.apps.workers.worker import main; main()"  # its classes have one name
+_FAIL_SECONDS = 1.5  # after the first failure, in which others may fail alike
 _LOOK_SECONDS = 0.25
 _MERGE_SECONDS = 0.3  # for which a line waits for the same one of other ranks
 
@@ -65,7 +69,7 @@ class Rank:
     texts: dict[Any, bytes] = field(default_factory=dict)
 
 
-class Interrupted(Exception):
+class InterruptedCallError(Exception):
     """Ctrl-C ended a request; `answers` are those that came, by rank."""
 
     def __init__(self, answers: dict[int, list[Answer]], busy: Sequence[int]):
@@ -73,93 +77,150 @@ class Interrupted(Exception):
         self.answers, self.busy = answers, busy
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """Where the ranks of a mesh run.
+
+    Attributes:
+        address: of this machine, "host:port", where processes of other hosts join; "": none do.
+        num_local: ranks on this machine, the first ones.
+        token: that the others have in their environment; "": a new one.
+    """
+
+    address: str
+    num_local: int
+    token: str = ""
+
+    def where(self) -> tuple[str, int]:
+        """The host and the port."""
+        host, _, port = self.address.rpartition(":")
+        return (host, int(port)) if self.address else (_LOOPBACK, 0)
+
+
 class Processes:
     """The processes of all ranks of a mesh.
 
     Args:
         mesh: names and sizes of its axes.
-        device: "cpu" or "cuda".
+        device: "auto", "cpu" or "cuda".
+        hosts: where they run.
         timeout_seconds: of collectives.
         write: shows text that ranks print: ``write(text, is_error)``.
+
+    Attributes:
+        device: "cpu" or "cuda", once they run.
+        generation: of their groups.
     """
 
     def __init__(
         self,
         mesh: tuple[tuple[str, int], ...],
         device: str,
+        hosts: Hosts,
         timeout_seconds: float,
         write: Callable[[str, bool], None],
     ):
-        self._mesh, self.device, self._timeout = mesh, device, timeout_seconds
-        self._write, self.generation = write, 0
-        self._token = secrets.token_bytes(32)
-        self._owner = os.getpid()
+        self._mesh, self.device, self._hosts = mesh, device, hosts
+        self._timeout, self._write, self.generation = timeout_seconds, write, 0
+        self._token = hosts.token or secrets.token_hex(16)
+        self._owner, (host, _) = os.getpid(), hosts.where()
         with socket.socket() as listener:
-            listener.bind((_LOOPBACK, 0))
+            listener.bind((host, 0))
             listener.listen(4096)
             port = listener.getsockname()[1]
             self._store = dist.TCPStore(
-                _LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True,
+                host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
                 master_listen_fd=listener.detach(),
             )  # fmt: skip
-        self._store_at = _LOOPBACK, port
+        self._store_at = host, port
         self.ranks: list[Rank] = []
         self._lines: dict[bool, dict[int, deque]] = {False: {}, True: {}}
 
     def start(self, numbers: Sequence[int]) -> None:
-        """Start the processes of these ranks, and wait until they are there.
+        """Start the processes of these ranks, or wait for them from other hosts.
 
         Raises:
+            ValueError: they have not the same kind of device.
             RuntimeError: one ended, or did not come in time; with what it printed.
         """
-        with Listener((_LOOPBACK, 0), backlog=64, authkey=self._token) as listener:
-            new = [Rank(number, self._spawn(number, listener.address)) for number in numbers]
+        key = self._token.encode()
+        with Listener(self._hosts.where(), backlog=64, authkey=key) as listener:
+            local = [number for number in numbers if number < self._hosts.num_local]
+            new = {number: Rank(number, self._spawn(number, listener.address)) for number in local}
             try:
-                self._accept(listener, {rank.number: rank for rank in new})
+                self._accept(listener, new, [n for n in numbers if n not in new])
             except BaseException:
-                for rank in new:
+                for rank in new.values():
                     _kill(rank)
                 raise
         kept = [rank for rank in self.ranks if rank.number not in numbers]
-        self.ranks = sorted([*kept, *new], key=lambda rank: rank.number)
+        self.ranks = sorted([*kept, *new.values()], key=lambda rank: rank.number)
 
     def _spawn(self, number: int, address: Any) -> subprocess.Popen:
-        rest = number, number, self._mesh, self.device, self._timeout
-        place = Place(tuple(address), self._token.hex(), *rest, tuple(sys.path))
         process = subprocess.Popen(
             [sys.executable, "-u", "-c", _PROGRAM],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
         assert process.stdin is not None
-        process.stdin.write(json.dumps(place._asdict()).encode() + b"\n")
+        given = {
+            "address": address, "token": self._token.encode().hex(), "number": number,
+            "num_local": self._hosts.num_local, "device": self.device, "path": sys.path,
+        }  # fmt: skip
+        process.stdin.write(json.dumps(given).encode() + b"\n")
         process.stdin.close()
         for pipe in (process.stdout, process.stderr):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
         return process
 
-    def _accept(self, listener: Listener, new: Mapping[int, Rank]) -> None:
-        deadline, missing = time.monotonic() + START_SECONDS, 2 * len(new)
+    def _accept(self, listener: Listener, new: dict[int, Rank], others: Sequence[int]) -> None:
+        """Take the connections of the local ranks, `new`, and of as many of other hosts."""
+        if others:
+            self._write(self._invite(len(others)), True)
+        limit = HOSTS_SECONDS if others else START_SECONDS
+        deadline, missing = time.monotonic() + limit, 2 * (len(new) + len(others))
         inner: Any = listener._listener  # the public class has no time limit
         inner._socket.settimeout(0.2)
+        told, joined = {}, {}
         while missing:
             for rank in new.values():
                 if rank.process is not None and rank.process.poll() is not None:
-                    text = "".join(text for _, text in _read_pipes(rank)).strip()
+                    text = "".join(f"{text}\n" for _, text in _read_pipes(rank)).strip()
                     ended = f"rank {rank.number} ended as it started ({_ending(rank.process)})"
                     raise RuntimeError(f"{ended}:\n{text}")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the ranks did not start in {START_SECONDS:.0f} s")
+                raise RuntimeError(f"{missing // 2} ranks did not come within {limit:.0f} s")
             try:
                 connection = listener.accept()
-            except TimeoutError:
+            except (TimeoutError, AuthenticationError):
                 continue
-            number, kind, _ = connection.recv()
-            setattr(new[number], kind, connection)
+            hello = Hello(*connection.recv())
+            if hello.host:
+                at = hello.host, hello.local_rank
+                rank = joined.setdefault(at, Rank(-1, None))
+                told.setdefault(at, hello)
+            else:
+                rank = new[hello.number]
+                told[hello.number] = hello
+            setattr(rank, hello.kind, connection)
             missing -= 1
-        for rank in new.values():
-            rank.requests.send(self._store_at)
+        places = _order_hosts([told[at] for at in joined])
+        for number, hello in zip(others, places, strict=True):
+            rank = new[number] = joined[hello.host, hello.local_rank]
+            rank.number, told[number] = number, hello
+        self.device = _one_device({number: told[number].device for number in new})
+        for number, rank in new.items():
+            at = told[number].local_rank, told[number].num_local
+            rest = self._mesh, self.device, self._timeout, self._store_at
+            rank.requests.send(tuple(Place(number, *at, *rest)))
+
+    def _invite(self, count: int) -> str:
+        command = f"torchrun --nproc-per-node N -m functron join {self._hosts.address}"
+        return (
+            f"waiting for {count} ranks of other hosts; start them there, N on each, by\n"
+            f"  FUNCTRON_TOKEN={self._token} {command}\n"
+        )
 
     @property
     def living(self) -> list[Rank]:
@@ -179,8 +240,8 @@ class Processes:
         that fails is its last.
 
         Raises:
-            Interrupted: Ctrl-C came: the ranks were interrupted, and those that could be waited
-                for have answered.
+            InterruptedCallError: Ctrl-C came: the ranks were interrupted, and those that could be
+                waited for have answered.
         """
         if os.getpid() != self._owner:
             raise RuntimeError("the ranks were started by another process, which forked this one")
@@ -194,7 +255,7 @@ class Processes:
             answers = self._collect(asked, interrupt)
         if interrupt.at is not None:
             busy = [rank.number for rank in asked if rank.number not in answers and not rank.died]
-            raise Interrupted(answers, busy)
+            raise InterruptedCallError(answers, busy)
         return answers
 
     def _await_late(self, asked: Sequence[Rank], interrupt: _Interrupt) -> None:
@@ -209,7 +270,7 @@ class Processes:
 
     def _collect(self, asked: Sequence[Rank], interrupt: _Interrupt) -> dict[int, list[Answer]]:
         answers: dict[int, list[Answer]] = {}
-        began, told = time.monotonic(), set()
+        began, failed, told = time.monotonic(), None, set()
         while True:
             left = [r for r in asked if r.number not in answers and not r.died]
             if not left:
@@ -227,9 +288,13 @@ class Processes:
             if time.monotonic() - began > 1.0 and interrupt.at is None:
                 self._look(asked, left, told)
                 if any(rank.died for rank in asked):
-                    interrupt.begin([rank for rank in left if not rank.died], asked_for=False)
+                    interrupt.begin([rank for rank in left if not rank.died])
             elif any(rank.died for rank in asked):
-                interrupt.begin([rank for rank in left if not rank.died], asked_for=False)
+                interrupt.begin([rank for rank in left if not rank.died])
+            if failed is None and any(answer[-1].failure for answer in answers.values()):
+                failed = time.monotonic()
+            if failed is not None and time.monotonic() - failed > _FAIL_SECONDS:
+                interrupt.begin([rank for rank in left if rank.number not in answers])
         self.show_output(last=True)
         return answers
 
@@ -277,12 +342,10 @@ class Processes:
         """Name ranks that the others wait for."""
         now = time.monotonic()
         for rank in left:
-            with contextlib.suppress(EOFError, OSError):
-                while rank.questions.poll():
-                    rank.where, rank.answered = rank.questions.recv(), now
-                if rank.asked <= rank.answered:
-                    rank.questions.send("where")
-                    rank.asked = now
+            _read_questions(rank)
+            if rank.asked <= rank.answered:
+                _tell([rank], "where")
+                rank.asked = now
         silent = [r for r in left if r.asked > r.answered and now - r.asked > HANG_SECONDS]
         for rank in silent:
             if rank.number not in told:
@@ -328,9 +391,27 @@ class Processes:
             rank.died = rank.died or "it was closed"
 
 
+def _order_hosts(given: Sequence[Hello]) -> list[Hello]:
+    """Processes of other hosts in the order of ranks: each host's together."""
+    first: dict[str, int] = {}
+    for hello in given:
+        first[hello.host] = min(first.get(hello.host, hello.number), hello.number)
+    return sorted(given, key=lambda hello: (first[hello.host], hello.host, hello.local_rank))
+
+
+def _one_device(devices: Mapping[int, str]) -> str:
+    if len(kinds := {*devices.values()}) > 1:
+        got = ", ".join(f"{device} on rank {number}" for number, device in devices.items())
+        refuse(
+            "the ranks cannot compute together", "device", got, "one kind", 'say "cpu" or "cuda"'
+        )
+    return kinds.pop()
+
+
 def _read_pipes(rank: Rank, *, last: bool = True) -> Iterator[tuple[bool, str]]:
     """What a rank has printed: whole lines, and with `last` the rest; of errors or not."""
     if rank.process is None:
+        yield from _read_forwarded(rank)
         return
     for is_error, pipe in ((False, rank.process.stdout), (True, rank.process.stderr)):
         if pipe is None or pipe.closed:
@@ -354,6 +435,29 @@ def _read_pipes(rank: Rank, *, last: bool = True) -> Iterator[tuple[bool, str]]:
             for line in whole.decode(errors="replace").split("\n"):
                 if line or not last:
                     yield is_error, line
+
+
+def _read_forwarded(rank: Rank) -> Iterator[tuple[bool, str]]:
+    """What a rank of another host has printed: whole lines."""
+    _read_questions(rank)
+    for is_error in (False, True):
+        whole, newline, rest = rank.texts.pop(is_error, b"").rpartition(b"\n")
+        if rest:
+            rank.texts[is_error] = rest
+        for line in whole.decode().split("\n") if newline else ():
+            yield is_error, line
+
+
+def _read_questions(rank: Rank) -> None:
+    """Take what a rank has said aside of its answers: where it is, and what it has printed."""
+    with contextlib.suppress(EOFError, OSError):
+        while rank.questions.poll():
+            found = rank.questions.recv()
+            if isinstance(found, tuple):
+                _, is_error, text = found
+                rank.texts[is_error] = rank.texts.get(is_error, b"") + text.encode()
+            else:
+                rank.where, rank.answered = found, time.monotonic()
 
 
 def _merge(lines: dict[int, deque], num_ranks: int, before: float) -> Iterator[str]:
@@ -426,7 +530,7 @@ class _Interrupt:
         self.at = self.at or time.monotonic()
         self.begin([rank for rank in self._ranks if not rank.died])
 
-    def begin(self, ranks: Sequence[Rank], *, asked_for: bool = True) -> None:
+    def begin(self, ranks: Sequence[Rank]) -> None:
         """Interrupt the program on these ranks, once."""
         if self._begun is None:
             self._begun = time.monotonic()

@@ -21,13 +21,13 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from functron.apps.workers.processes import Interrupted, Processes
+from functron.apps.workers.handles import Deferred, Handle, Kind
+from functron.apps.workers.processes import Hosts, InterruptedCallError, Processes
 from functron.apps.workers.shipping import Packed, Seen, dump, load, require_cloudpickle
 from functron.apps.workers.worker import Answer, Call, Failure, Kept, Slot, TensorMeta
 from functron.compiler.jit import Jitted, jit
@@ -44,173 +44,15 @@ from functron.spmd.shard_map import MappedFunction
 from functron.spmd.spec import is_spec
 from functron.training.step import init_state, make_step, map_step, state_specs
 
+_FOLLOWS = ("LostRanksError", "DistBackendError", "HostError", "KeyboardInterrupt")
+"""Errors of ranks that others have left."""
+_WHOLE = P()
 _RESTART = "ranks.restart()"
 _TIMEOUT_SECONDS = 300.0
 
 
 class RankError(RuntimeError):
     """A rank died, or raised what cannot be raised here."""
-
-
-class _Kind:
-    """The shape, dtype, spec and device of handles; the same object for all that are alike."""
-
-    __slots__ = ("device", "dtype", "local", "shape", "spec")
-
-    def __init__(self, shape: tuple, dtype: torch.dtype, spec: P, device: str, local: Any):
-        self.shape, self.dtype, self.spec, self.device = torch.Size(shape), dtype, spec, device
-        self.local: Mapping[int, tuple] | None = local
-
-
-class Handle:
-    """A value that the ranks of a started mesh hold.
-
-    ``float(h)``, ``h.item()``, ``h.numpy()``, ``h.gather()`` and ``print(h)`` fetch it. It goes
-    into functions that are mapped over the mesh, and into nothing else of torch.
-
-    Attributes:
-        shape: of the whole value.
-        dtype: of its elements.
-        spec: how it is split over ranks.
-        device: where the ranks have it: "cpu" or "cuda".
-    """
-
-    __slots__ = ("__weakref__", "_fate", "_kind", "_number", "_ranks", "_scalar")
-
-    def __init__(self, ranks: StartedMesh, kind: _Kind, number: int | dict, scalar: Any = None):
-        self._ranks, self._kind, self._number, self._scalar = ranks, kind, number, scalar
-        self._fate = ""
-
-    shape = property(lambda self: self._kind.shape)
-    dtype = property(lambda self: self._kind.dtype)
-    spec = property(lambda self: self._kind.spec)
-    device = property(lambda self: torch.device(self._kind.device))
-    ndim = property(lambda self: len(self._kind.shape))
-    mesh = property(lambda self: self._ranks.mesh)
-    nbytes = property(lambda self: self.numel() * self._kind.dtype.itemsize)
-
-    def dim(self) -> int:
-        """The number of dims."""
-        return self.ndim
-
-    def numel(self) -> int:
-        """The number of elements of the whole value."""
-        return self._kind.shape.numel()
-
-    @public
-    def gather(self) -> torch.Tensor:
-        """The whole value, on the CPU of this process."""
-        return self._ranks._fetch([self])[0]
-
-    cpu = gather
-
-    def numpy(self) -> np.ndarray:
-        """The whole value."""
-        return self.gather().numpy()
-
-    def item(self) -> bool | int | float:
-        """The number that it is."""
-        self._check()
-        return self.gather().item() if self._scalar is None else self._scalar
-
-    def tolist(self) -> Any:
-        """The whole value, in lists."""
-        return self.gather().tolist()
-
-    @public
-    def clone(self) -> Handle:
-        """A copy on the ranks, to keep a value that is to be donated."""
-        self._check()
-        return self._ranks.run(torch.clone, self, specs=self.spec)
-
-    def detach(self) -> Handle:
-        """The value itself: the ranks record no tape."""
-        return self
-
-    def _check(self) -> None:
-        if self._fate:
-            raise ValueError(f"a value that {self._fate}")
-
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __int__(self) -> int:
-        return int(self.item())
-
-    def __bool__(self) -> bool:
-        return bool(self.item())
-
-    def __format__(self, text: str) -> str:
-        return format(self.item(), text) if text and not self.ndim else str(self)
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        return self.numpy() if dtype is None else self.numpy().astype(dtype)
-
-    def __len__(self) -> int:
-        if not self.ndim:
-            raise TypeError("len() of a handle of a number")
-        return self.shape[0]
-
-    def __repr__(self) -> str:
-        kind = str(self.dtype).removeprefix("torch.")
-        text = f"Handle({list(self.shape)}, {kind}, {self.spec}"
-        if self._fate:
-            return f"{text}, {self._fate.partition(';')[0]})"
-        if self._kind.local is not None:
-            return f"{text}, of the ranks {sorted(self._kind.local)})"
-        if self.ndim == 0:
-            return f"{text}, {self.item()})"
-        return f"{text}, {self.gather()})" if self.numel() <= 64 else f"{text})"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(torch.Tensor, name):
-            raise AttributeError(f"Handle has no attribute {name!r}")
-        raise AttributeError(_refusal(f".{name}"))
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        """Copies by torch.clone; raises TypeError for anything else of torch."""
-        if func is torch.clone and isinstance(args[0], Handle):
-            return args[0].clone()
-        raise TypeError(_refusal(getattr(func, "__name__", str(func))))
-
-    def __del__(self) -> None:
-        ranks = getattr(self, "_ranks", None)
-        if ranks is not None and not self._fate:
-            ranks._free.append(self._number)
-
-
-def _refusal(what: str) -> str:
-    return (
-        f"{what}: got a Handle, whose value the ranks of a started mesh hold; wanted a tensor; fix: "
-        "compute it in a function that ft.shard_map maps over the mesh, or fetch the value: "
-        "handle.gather(), ft.gather(tree, specs, mesh)"
-    )
-
-
-def _make_refuser(name: str) -> Callable:
-    def refuse_operator(self: Handle, *rest: Any) -> Any:
-        raise TypeError(_refusal(name))
-
-    return refuse_operator
-
-
-for _name in (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "radd", "rsub", "rmul",
-    "rtruediv", "rpow", "rmatmul", "neg", "abs", "lt", "le", "gt", "ge", "getitem", "setitem",
-    "iter", "and", "or", "xor", "invert", "eq", "ne",
-):  # fmt: skip
-    setattr(Handle, f"__{_name}__", _make_refuser(f"__{_name}__"))
-Handle.__hash__ = object.__hash__
-
-
-class Deferred:
-    """An argument that the ranks make: the value of a function, of which each takes its shard."""
-
-    __slots__ = ("args", "function")
-
-    def __init__(self, function: RemoteFunction, args: tuple):
-        self.function, self.args = function, args
 
 
 class _Plan(NamedTuple):
@@ -248,6 +90,7 @@ class RemoteFunction:
         self._recipe = make, args, dict(kwargs)
         self._sent: tuple[bytes, list[Seen]] | None = None
         self._plans: dict[Any, _Plan] = {}
+        self._results: dict[int, tuple[list, tree.Structure]] = {}
         inner, self.donate = twin, set()
         while isinstance(inner, Jitted):
             self.donate |= set(inner.donate)
@@ -287,13 +130,11 @@ class RemoteFunction:
         if fn in (trace, eval_shape) and self.twin is not None:
             made = fn(*_local(args), **_local_dict(kwargs))
             return lambda *given, **rest: made(*_abstract(given), **_abstract(rest))
-        name, got = (
-            getattr(fn, "__name__", "this"),
-            f"{self.__name__}, which runs on other processes",
-        )
-        fix = "apply it inside, to the function that ft.shard_map maps; or to one over a simulated mesh"
-        refuse(f"{name} cannot transform a function on a started mesh", "fn", got,
-               "a function of this process", fix, TypeError)  # fmt: skip
+        wanted = "a function of this process"
+        got = f"{self.__name__}, which runs on other processes"
+        fix = "apply it inside of the mapped function, or to one over a simulated mesh"
+        title = f"{getattr(fn, '__name__', 'this')} cannot transform a function on a started mesh"
+        return refuse(title, "fn", got, wanted, fix, TypeError)
 
 
 def _local(args: Iterable[Any]) -> tuple:
@@ -313,7 +154,7 @@ def _abstract(given: Any) -> Any:
     return tree.map(lambda x: _meta(x._kind) if isinstance(x, Handle) else x, given)
 
 
-def _meta(kind: _Kind) -> torch.Tensor:
+def _meta(kind: Kind) -> torch.Tensor:
     return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
 
 
@@ -326,20 +167,18 @@ class StartedMesh(NamedAxes):
 
     Attributes:
         mesh: names and sizes of its axes.
-        device: where the ranks compute: "cpu" or "cuda".
     """
 
-    def __init__(self, mesh: Mesh, device: str, timeout_seconds: float):
-        self.mesh, self.device = mesh, device
-        self._processes = Processes(mesh.axes, device, timeout_seconds, _write)
+    def __init__(self, mesh: Mesh, device: str, hosts: Hosts, timeout_seconds: float):
+        self.mesh = mesh
+        self._processes = Processes(mesh.axes, device, hosts, timeout_seconds, _write)
         self._free: deque = deque()
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, Kind] = {}
         self._layouts: list[dict[int, tuple[Any, tuple[TensorMeta, ...]]]] = [
             {} for _ in range(mesh.size)
         ]
-        self._results: dict[Any, Any] = {}
         self._blobs: dict[bytes, bytes] = {}
-        self._structures: dict[int, bytes] = {}
+        self._structures: dict[bytes, int] = {}
         self._numbers = 0
         self._known: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._closed = ""
@@ -372,6 +211,11 @@ class StartedMesh(NamedAxes):
     __str__ = __repr__
 
     @property
+    def device(self) -> str:
+        """Where the ranks compute: "cpu" or "cuda"."""
+        return self._processes.device
+
+    @property
     def pids(self) -> list[int]:
         """The process of each rank on this machine."""
         ranks = self._processes.ranks
@@ -395,7 +239,7 @@ class StartedMesh(NamedAxes):
         return fn(*_local(args), **_local_dict(kwargs))
 
     @public
-    def run(self, function: Callable, *args: Any, specs: tree.Tree = P()) -> Any:
+    def run(self, function: Callable, *args: Any, specs: tree.Tree = _WHOLE) -> Any:
         """``function(*args)`` on each rank, with its own shards, and a bound mesh for this one.
 
         Args:
@@ -454,7 +298,7 @@ class StartedMesh(NamedAxes):
             self._layouts[number] = {}
         self._join(range(self.size))
         again = [("define", item) for item in self._blobs.items()]
-        again += [("structure", item) for item in self._structures.items()]
+        again += [("structure", (n, blob)) for blob, n in self._structures.items()]
         for number in dead:
             self._ask([*again, ("put", (parts[number],))], [number])
         if lost:
@@ -479,7 +323,7 @@ class StartedMesh(NamedAxes):
         self._processes.generation += 1
         request = [("join", (self._processes.generation,))]
         answers = self._processes.ask(dict.fromkeys(numbers, request), interruptible=False)
-        self._raise_failures("joining the ranks", answers)
+        self._raise_failures("joining the ranks", answers, numbers)
 
     def _refuse_closed(self, *, among_living: bool = False) -> None:
         if self._closed:
@@ -501,7 +345,7 @@ class StartedMesh(NamedAxes):
         answers = self._processes.ask(
             dict.fromkeys(wanted, requests), self._freed(), interruptible=False
         )
-        self._raise_failures("a request", answers)
+        self._raise_failures("a request", answers, wanted)
         return answers
 
     def _freed(self) -> list[int]:
@@ -575,7 +419,7 @@ class StartedMesh(NamedAxes):
         self._refuse_closed()
         requests = {rank: [("put", (values,))] for rank, values in enumerate(puts)}
         answers = self._processes.ask(requests, self._freed(), interruptible=False)
-        self._raise_failures("shard", answers)
+        self._raise_failures("shard", answers, requests)
         return tree.unflatten(structure, out)
 
     def _cut(self, value: torch.Tensor, spec: P) -> list[Packed]:
@@ -598,19 +442,19 @@ class StartedMesh(NamedAxes):
 
     def _kind(
         self, shape: Sequence[int], dtype: torch.dtype, spec: P, device: str = "", local: Any = None
-    ) -> _Kind:
+    ) -> Kind:
         key = tuple(shape), dtype, spec, device or self.device, local and tuple(local.items())
         if key not in self._kinds:
-            self._kinds[key] = _Kind(*key[:4], local)
+            self._kinds[key] = Kind(*key[:4], local)
         return self._kinds[key]
 
-    def _handle(self, kind: _Kind, number: int | dict, scalar: Any = None) -> Handle:
+    def _handle(self, kind: Kind, number: int | dict, scalar: Any = None) -> Handle:
         made = Handle(self, kind, number, scalar)
         self._known.add(made)
         return made
 
-    def _place(self, fn: Callable, args: tuple, kwargs: Mapping[str, Any], specs: tree.Tree) -> Any:
-        """``fn(*args, **kwargs)`` on each rank, whose tensors are parts of whole ones by `specs`."""
+    def _place(self, fn: Callable, args: tuple, kwargs: Mapping[str, Any], specs: Any) -> Any:
+        """``fn(*args, **kwargs)`` on each rank: tensors are parts of whole ones by `specs`."""
         made = RemoteFunction(self, functools.partial, (fn, *args), kwargs, out_specs=specs)
         try:
             return self._call(made, ())
@@ -673,10 +517,11 @@ class StartedMesh(NamedAxes):
             i for i, path in enumerate(paths) if int(path.partition("/")[0]) in function.donate
         )
         slots = tree.unflatten(structure, [Slot(i) for i in range(len(leaves))])
-        number = len(self._structures)
-        self._structures[number], _ = dump(slots, lambda obj: None)
+        blob = dump(slots, lambda obj: None)[0]
+        new = blob not in self._structures
+        number = self._structures.setdefault(blob, len(self._structures))
         plan = function._plans[structure, kinds] = _Plan(number, specs, moves, consumed, paths)
-        return plan, leaves, [("structure", (number, self._structures[number]))]
+        return plan, leaves, [("structure", (number, blob))] * new
 
     def _bind_specs(self, function: RemoteFunction, args: tuple) -> list:
         """A spec for each leaf of the arguments; for one that ranks make, its prefix tree."""
@@ -723,7 +568,7 @@ class StartedMesh(NamedAxes):
             calls[rank] = [*requests, ("call", (call,))]
         try:
             answers = self._processes.ask(calls, self._freed())
-        except Interrupted as interrupt:
+        except InterruptedCallError as interrupt:
             self._abandon(name, interrupt.answers, consumed, first, "Ctrl-C")
             error = KeyboardInterrupt(f"{name} was interrupted on all ranks")
             if interrupt.busy:
@@ -734,7 +579,7 @@ class StartedMesh(NamedAxes):
         self._show_warnings(answers)
         if failed:
             self._abandon(name, answers, consumed, first, "an error")
-            self._raise_failures(name, answers)
+            self._raise_failures(name, answers, calls)
         for handle in consumed:
             handle._fate = (
                 f"was donated to {name}; fix: use the result in its place, or donate a clone"
@@ -759,8 +604,8 @@ class StartedMesh(NamedAxes):
         if isinstance(leaf, torch.Tensor) and spec is not None:
             if leaf.requires_grad and torch.is_grad_enabled():
                 fix = "detach it, or compute gradients inside of the function"
-                raise ValueError(f"{name}: argument {plan.paths[index]} requires gradients, which end "
-                                 f"at other processes; fix: {fix}")  # fmt: skip
+                what = f"{name}: argument {plan.paths[index]} requires gradients, which end here"
+                raise ValueError(f"{what}; fix: {fix}")
             return self._cut(leaf, spec)
         return "as it is", leaf
 
@@ -808,12 +653,12 @@ class StartedMesh(NamedAxes):
         shown, metas = layouts[0]
         most = max(len(each) for _, each in layouts.values())
         self._number(most)
-        key = id(function), tuple(each.layout for _, each in sorted(kept.items()))
+        key = kept[0].layout
         alike = all(each[1] == metas for each in layouts.values())
         if not alike:
             return self._results_by_stage(function, layouts, first)
-        found = self._results.get(key)
-        if found is None or found[0]() is not function:
+        found = function._results.get(key)
+        if found is None:
             flat = tree.broadcast_prefix(
                 function.out_specs, shown, is_leaf=is_spec, what="out_specs"
             )
@@ -826,15 +671,15 @@ class StartedMesh(NamedAxes):
                     shape = sharding.global_shape(meta.shape, spec, self.mesh)
                     leaf = leaf.index, self._kind(shape, meta.dtype, spec, meta.device)
                 rows.append(leaf)
-            found = self._results[key] = weakref.ref(function), rows, structure
+            found = function._results[key] = rows, structure
         numbers = kept[0].numbers
         out = [
             self._handle(row[1], first + row[0], numbers.get(row[0]))
-            if type(row) is tuple and len(row) == 2 and type(row[1]) is _Kind
+            if type(row) is tuple and len(row) == 2 and type(row[1]) is Kind
             else row
-            for row in found[1]
+            for row in found[0]
         ]
-        return tree.unflatten(found[2], out)
+        return tree.unflatten(found[1], out)
 
     def _results_by_stage(self, function: RemoteFunction, layouts: dict, first: int) -> Any:
         """Results of which ranks hold different parts, as those of a pipeline's stages."""
@@ -874,22 +719,21 @@ class StartedMesh(NamedAxes):
             name = "" if len(numbers) == self.size else f"[{list_ranks(numbers)}] "
             warnings.warn_explicit(f"{name}{text}", category, file, line)
 
-    def _raise_failures(self, name: str, answers: dict[int, list[Answer]]) -> None:
+    def _raise_failures(
+        self, name: str, answers: dict[int, list[Answer]], asked: Collection[int]
+    ) -> None:
         """Raise what ranks raised: one error, with the ranks and the line that it is about."""
+        asked = set(asked)
         failures = {n: a[-1].failure for n, a in sorted(answers.items()) if a[-1].failure}
-        dead = [rank for rank in self._processes.ranks if rank.died]
-        if dead and len(answers) < self.size:
+        dead = [r for r in self._processes.ranks if r.died and r.number in asked - answers.keys()]
+        if dead:
             ends = ", ".join(f"rank {rank.number} died ({rank.died})" for rank in dead)
             error: BaseException = RankError(f"{ends} in {name}; the others live; fix: {_RESTART}")
             _add_places(error, failures)
             raise error
         if not failures:
             return
-        own = {
-            n: f
-            for n, f in failures.items()
-            if f.kind not in ("LostRanksError", "DistBackendError")
-        }
+        own = {n: f for n, f in failures.items() if f.kind not in _FOLLOWS}
         number, failure = next(iter((own or failures).items()))
         error = _error_of(failure)
         same = [n for n, f in failures.items() if (f.kind, f.text) == (failure.kind, failure.text)]
@@ -968,23 +812,45 @@ def _write(text: str, is_error: bool) -> None:
 
 
 def start(
-    mesh: Mesh, device: str = "auto", *, timeout_seconds: float = _TIMEOUT_SECONDS
+    mesh: Mesh,
+    device: str = "auto",
+    *,
+    hosts: str = "",
+    num_local: int | None = None,
+    token: str = "",
+    timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> StartedMesh:
-    """Start a process for each rank of a mesh, on this machine; see `functron.Mesh.start`.
+    """Start a process for each rank of a mesh; see `functron.Mesh.start`.
 
     Args:
         mesh: names and sizes of axes.
         device: "auto", "cpu" or "cuda".
+        hosts: an address of this machine, "host:port", where ranks of other hosts join, which
+            torchrun starts there: ``FUNCTRON_TOKEN=... torchrun --nproc-per-node 4 -m functron join
+            host:port``. What comes over these connections is run: use an address of a network of
+            your own. Empty: all ranks run on this machine, and no other one reaches it.
+        num_local: how many ranks run on this machine, the first ones; None: all.
+        token: the word that processes of other hosts must have; empty: a new one, which is shown.
         timeout_seconds: after which a collective gives up on ranks that do not come to it.
 
     Raises:
-        ValueError: no such device; or cloudpickle is not installed.
-        RuntimeError: a process did not start.
+        ValueError: no such device or address; or cloudpickle is not installed.
+        RuntimeError: a process did not start, or did not come.
     """
     require_cloudpickle()
-    raise_problems(
-        "cannot start the ranks",
-        [Problem("device", repr(device), '"auto", "cpu" or "cuda"')]
-        * (device not in ("auto", "cpu", "cuda")),
-    )
-    return StartedMesh(mesh, device, timeout_seconds)
+    here = mesh.size if num_local is None else num_local
+    found = []
+    if device not in ("auto", "cpu", "cuda"):
+        found.append(Problem("device", repr(device), '"auto", "cpu" or "cuda"'))
+    if not 0 <= here <= mesh.size:
+        found.append(Problem("num_local", str(here), f"from 0 to {mesh.size} ranks"))
+    elif (here < mesh.size) != bool(hosts):
+        got, wanted = (
+            f"{here} of {mesh.size} ranks here, hosts={hosts!r}",
+            "an address for the rest",
+        )
+        found.append(Problem("num_local", got, wanted, "give both, or neither"))
+    if hosts and not (hosts.rpartition(":")[0] and hosts.rpartition(":")[2].isdecimal()):
+        found.append(Problem("hosts", repr(hosts), 'an address such as "10.0.0.1:29400"'))
+    raise_problems("cannot start the ranks", found)
+    return StartedMesh(mesh, device, Hosts(hosts, here, token), timeout_seconds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import json
 import os
 import pickle
@@ -22,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from typing import Any, NamedTuple
 
@@ -35,31 +37,52 @@ from functron.spmd import BoundMesh, Mesh, P, gather, shard
 from functron.spmd.donation import Donated, refuse_donated
 from functron.spmd.flight import FlightRecorder
 
-_RELEASE_SECONDS = 1.0  # after which a rank that was interrupted leaves its groups
+
+CONNECT_SECONDS = 300.0
+"""How long a process waits for the notebook to listen."""
 
 
 class Place(NamedTuple):
     """What a process is told when it starts.
 
     Attributes:
-        address: of the notebook: a host and a port.
-        token: that both sides know, and nobody else.
         rank: of the mesh.
-        local_rank: on this machine.
-        mesh: as `Mesh.parse` does not read it: names and sizes.
+        local_rank, num_local: of those on this machine.
+        mesh: names and sizes of its axes.
         device: "cpu" or "cuda".
         timeout_seconds: of collectives.
-        path: where modules are looked for.
+        store: where all ranks meet: a host and a port.
     """
 
-    address: tuple[str, int]
-    token: str
     rank: int
     local_rank: int
+    num_local: int
     mesh: tuple[tuple[str, int], ...]
     device: str
     timeout_seconds: float
-    path: tuple[str, ...]
+    store: tuple[str, int]
+
+
+class Hello(NamedTuple):
+    """What a process says when it connects.
+
+    Attributes:
+        number: of the rank, as the notebook has started it; of the process in torchrun's job, where
+            that has.
+        kind: of the connection: "requests" or "questions".
+        host: the name of its machine; "": that of the notebook.
+        local_rank, num_local: of those on this machine.
+        device: "cpu" or "cuda".
+        pid: of the process.
+    """
+
+    number: int
+    kind: str
+    host: str
+    local_rank: int
+    num_local: int
+    device: str
+    pid: int
 
 
 class Absent(NamedTuple):
@@ -175,6 +198,7 @@ class Worker:
     def join(self, generation: int) -> None:
         """Meet the other ranks, in groups of their own for each generation. Collective."""
         place, self.generation = self.place, generation
+        self.num_layouts = self.num_layouts or generation << 32  # as others had, died and came back
         self.made = {}
         if self.bound is not None and not self.bound.membership.closed:
             self.bound.leave("the groups are made anew")
@@ -436,21 +460,24 @@ def _is_gone(value: Any) -> bool:
     return False
 
 
-def _watch(worker: Worker, questions: Connection, main: int) -> None:
+def _watch(
+    worker: Worker, questions: Connection, lock: threading.Lock, main: int, host: str
+) -> None:
     """Answer questions while the program runs; end this process when the notebook is gone."""
     try:
         while True:
             question = questions.recv()
             if question == "where":
-                questions.send(_where(worker, main))
+                with lock:
+                    questions.send(_where(worker, main))
             elif question == "interrupt" and worker.running:
-                os.kill(os.getpid(), signal.SIGINT)
+                signal.pthread_kill(main, signal.SIGINT)
             elif question == "release":
                 _release(worker)
     except (EOFError, OSError):
         pass
     finally:
-        end_group()
+        end_process(host)
 
 
 def _release(worker: Worker) -> None:
@@ -475,27 +502,67 @@ def _where(worker: Worker, main: int) -> dict[str, Any]:
     return {"running": worker.running, "line": own, "waiting": described}
 
 
-def end_group() -> None:
-    """End this process and all that it started."""
-    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+def end_process(host: str) -> None:
+    """End this process, and what it has started; torchrun, on another host, sees no failure."""
+    if not host and hasattr(os, "killpg") and os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(1)
+    os._exit(0)
+
+
+def find_device(wanted: str, num_local: int) -> str:
+    """ "cuda" or "cpu", for so many ranks on this machine.
+
+    Raises:
+        ValueError: it has not a GPU for each.
+    """
+    count = 0 if wanted == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
+    if wanted == "cuda" and count < num_local:
+        raise ValueError(
+            f"device: got cuda for {num_local} ranks on a machine with {count} GPUs; wanted a GPU "
+            'each; fix: mesh.start("cpu"), or a smaller mesh'
+        )
+    return "cuda" if count >= num_local and wanted != "cpu" else "cpu"
 
 
 def main() -> None:
-    """Read a `Place` from the standard input, and be that rank."""
+    """Read from the standard input where the notebook is, and be one of its ranks."""
     given = json.loads(sys.stdin.readline())
-    given["address"], given["path"] = tuple(given["address"]), tuple(given["path"])
-    given["mesh"] = tuple(map(tuple, given["mesh"]))
-    run(Place(**given))
+    sys.path[:] = given["path"]
+    numbers = given["number"], given["num_local"], given["device"]
+    run(tuple(given["address"]), bytes.fromhex(given["token"]), *numbers)
 
 
-def run(place: Place) -> None:
-    """Be a rank until the notebook is gone."""
-    sys.path[:] = [*place.path]
-    requests, questions = (_connect(place, kind) for kind in ("requests", "questions"))
-    host, port = requests.recv()
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+def run(
+    address: tuple[str, int], token: bytes, number: int, num_local: int, device: str,
+    local_rank: int | None = None, host: str = "",
+) -> None:  # fmt: skip
+    """Be a rank until the notebook is gone.
+
+    Args:
+        address: of the notebook.
+        token: that both sides know, and nobody else.
+        number: see `Hello`.
+        num_local: processes on this machine.
+        device: "auto", "cpu" or "cuda".
+        local_rank: on this machine; None: `number`.
+        host: the name of this machine, if torchrun has started this process; what is printed here
+            is then also sent to the notebook.
+
+    Raises:
+        ValueError: no such device; or the token is another one.
+    """
+    found = find_device(device, num_local)
+    at = number if local_rank is None else local_rank
+    hello = Hello(number, "requests", host, at, num_local, found, os.getpid())
+    try:
+        requests: Any = _connect(address, token)
+        requests.send(hello)
+        questions: Any = _connect(address, token)
+        questions.send(hello._replace(kind="questions"))
+    except AuthenticationError as error:
+        raise ValueError(f"token: another one than the notebook's at {address}") from error
+    place = Place(*requests.recv())
+    store = dist.TCPStore(*place.store, is_master=False, wait_for_workers=False)
     worker = Worker(place, store)
 
     def interrupted(number: int, frame: Any) -> None:
@@ -504,17 +571,42 @@ def run(place: Place) -> None:
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupted)
-    watcher = threading.Thread(
-        target=_watch, args=(worker, questions, threading.get_ident()), daemon=True
-    )
-    watcher.start()
+    lock, me = threading.Lock(), threading.get_ident()
+    if host:
+        sys.stdout = _Forward(questions, lock, sys.stdout, is_error=False)
+        sys.stderr = _Forward(questions, lock, sys.stderr, is_error=True)
+    threading.Thread(target=_watch, args=(worker, questions, lock, me, host), daemon=True).start()
     compat.keep_freed_memory()
     gc.freeze()
     serve(worker, requests)
-    end_group()
+    end_process(host)
 
 
-def _connect(place: Place, kind: str) -> Connection:
-    connection: Any = Client(place.address, authkey=bytes.fromhex(place.token))
-    connection.send((place.rank, kind, os.getpid()))
-    return connection
+def _connect(address: tuple[str, int], token: bytes) -> Connection:
+    """A connection to the notebook, which may not listen yet."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            made: Any = Client(address, authkey=token)
+            return made
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+class _Forward(io.TextIOBase):
+    """A stream whose text goes to the notebook as well."""
+
+    def __init__(self, connection: Connection, lock: threading.Lock, to: Any, *, is_error: bool):
+        self._connection, self._lock, self._to, self._is_error = connection, lock, to, is_error
+
+    def write(self, text: str) -> int:
+        """Pass it on."""
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.send(("output", self._is_error, text))
+        return self._to.write(text)
+
+    def flush(self) -> None:
+        """Pass it on."""
+        self._to.flush()
