@@ -70,11 +70,17 @@ class Rank:
 
 
 class InterruptedCallError(Exception):
-    """Ctrl-C ended a request; `answers` are those that came, by rank."""
+    """Ctrl-C ended a request.
 
-    def __init__(self, answers: dict[int, list[Answer]], busy: Sequence[int]):
+    Attributes:
+        answers: those that came, by rank.
+        busy: ranks that could not be waited for.
+        sent: whether the request was sent.
+    """
+
+    def __init__(self, answers: dict[int, list[Answer]], busy: Sequence[int], *, sent: bool):
         super().__init__()
-        self.answers, self.busy = answers, busy
+        self.answers, self.busy, self.sent = answers, busy, sent
 
 
 @dataclass(frozen=True)
@@ -248,6 +254,9 @@ class Processes:
         asked = [rank for rank in self.living if rank.number in requests]
         with _taking_interrupts(interruptible, asked) as interrupt:
             self._await_late(asked, interrupt)
+            if interrupt.at is not None:
+                late = [rank.number for rank in asked if rank.late]
+                raise InterruptedCallError({}, late, sent=False)
             for rank in asked:
                 data = pickle.dumps((list(free), list(requests[rank.number])), protocol=5)
                 with contextlib.suppress(OSError):  # its end is noticed below
@@ -255,7 +264,7 @@ class Processes:
             answers = self._collect(asked, interrupt)
         if interrupt.at is not None:
             busy = [rank.number for rank in asked if rank.number not in answers and not rank.died]
-            raise InterruptedCallError(answers, busy)
+            raise InterruptedCallError(answers, busy, sent=True)
         return answers
 
     def _await_late(self, asked: Sequence[Rank], interrupt: _Interrupt) -> None:

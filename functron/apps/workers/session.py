@@ -34,6 +34,7 @@ from functron.compiler.jit import Jitted, jit
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.partitioning import partition
+from functron.partitioning.partition import Partitioned
 from functron.program.trace import eval_shape, trace
 from functron.spmd import Mesh, P, gather, shard, shard_map
 from functron.spmd import spec as sharding
@@ -97,16 +98,23 @@ class RemoteFunction:
             inner = inner.fn
         if isinstance(inner, MappedFunction):
             self.donate |= set(inner.donate)
-            self.in_specs, self.out_specs = inner.in_specs, inner.out_specs
+            self.in_specs = inner.in_specs
         else:
             self.in_specs = ()
-        self._mapped = inner
+        self._mapped = inner if isinstance(inner, MappedFunction) else None
         named = twin if twin is not None else args[0] if args else make
         self.__name__ = getattr(named, "__name__", "function")
         self.__doc__ = getattr(named, "__doc__", None)
 
     def __repr__(self) -> str:
         return f"<{self.__name__} on {self.ranks}>"
+
+    def find_out_specs(self, args: tuple) -> None:
+        """Learn the specs of the results; `partition` finds them by tracing."""
+        if self._mapped is not None and self.out_specs is None:
+            if isinstance(self._mapped, Partitioned):
+                eval_shape(self._mapped)(*_abstract(args))
+            self.out_specs = self._mapped.out_specs
 
     @public
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,6 +187,7 @@ class StartedMesh(NamedAxes):
         ]
         self._blobs: dict[bytes, bytes] = {}
         self._structures: dict[bytes, int] = {}
+        self._pending: list[tuple[str, tuple]] = []
         self._numbers = 0
         self._known: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._closed = ""
@@ -467,11 +476,10 @@ class StartedMesh(NamedAxes):
         if not self._closed:
             self._ask([("forget", ([key],))])
 
-    def _define(self, function: RemoteFunction) -> tuple[bytes, list]:
-        """The key of a function as it is now, and the requests that make ranks know it."""
+    def _define(self, function: RemoteFunction) -> bytes:
+        """The key of a function as it is now, which the ranks are told with the next call."""
         if function._sent is not None and not any(seen.changed() for seen in function._sent[1]):
-            return function._sent[0], []
-        requests: list = []
+            return function._sent[0]
 
         def refer(obj: Any) -> Any:
             if obj is self:
@@ -480,9 +488,7 @@ class StartedMesh(NamedAxes):
                 obj._check()
                 return "value", obj._number
             if isinstance(obj, RemoteFunction):
-                key, more = self._define(obj)
-                requests.extend(more)
-                return "function", key
+                return "function", self._define(obj)
             if isinstance(obj, StartedMesh):
                 raise ValueError(f"{obj!r} is used by a function on {self!r}; wanted one of them")
             return None
@@ -496,17 +502,18 @@ class StartedMesh(NamedAxes):
             )
         if key not in self._blobs:
             self._blobs[key] = blob
-            requests.append(("define", (key, blob)))
+            self._pending.append(("define", (key, blob)))
         function._sent = key, shipper.seen
-        return key, requests
+        return key
 
-    def _plan(self, function: RemoteFunction, args: tuple) -> tuple[_Plan, list, list]:
-        """How arguments like these are sent, their leaves, and the requests that prepare it."""
+    def _plan(self, function: RemoteFunction, args: tuple) -> tuple[_Plan, list]:
+        """How arguments like these are sent, and their leaves."""
         leaves, structure = tree.flatten(args)
         kinds = tuple(_kind_of(leaf) for leaf in leaves)
         plan = function._plans.get((structure, kinds))
         if plan is not None:
-            return plan, leaves, []
+            return plan, leaves
+        function.find_out_specs(args)
         specs, paths, moves = self._bind_specs(function, args), tree.paths(args), {}
         for index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
             if isinstance(leaf, Handle) and isinstance(spec, P) and leaf._kind.local is None:
@@ -518,10 +525,11 @@ class StartedMesh(NamedAxes):
         )
         slots = tree.unflatten(structure, [Slot(i) for i in range(len(leaves))])
         blob = dump(slots, lambda obj: None)[0]
-        new = blob not in self._structures
+        if blob not in self._structures:
+            self._pending.append(("structure", (len(self._structures), blob)))
         number = self._structures.setdefault(blob, len(self._structures))
         plan = function._plans[structure, kinds] = _Plan(number, specs, moves, consumed, paths)
-        return plan, leaves, [("structure", (number, blob))] * new
+        return plan, leaves
 
     def _bind_specs(self, function: RemoteFunction, args: tuple) -> list:
         """A spec for each leaf of the arguments; for one that ranks make, its prefix tree."""
@@ -535,7 +543,7 @@ class StartedMesh(NamedAxes):
             )
         specs = []
         mapped = function._mapped
-        if isinstance(mapped, MappedFunction) and not any(isinstance(a, Deferred) for a in args):
+        if mapped is not None and not any(isinstance(a, Deferred) for a in args):
             # sizes are checked as a simulated mesh checks them
             return list(mapped._flatten(_abstract(args))[2])
         for arg, each in zip(args, prefix, strict=True):
@@ -552,10 +560,9 @@ class StartedMesh(NamedAxes):
         if compat.transforms_active():
             raise ValueError(f"{name}: got a function on a started mesh under a transform of "
                              "torch.func; fix: transform the function that is mapped")  # fmt: skip
-        key, requests = self._define(function)
-        plan, leaves, more = self._plan(function, args)
-        requests = [*requests, *more]
-        sent = [self._encode(name, plan, i, leaf, requests) for i, leaf in enumerate(leaves)]
+        key = self._define(function)
+        plan, leaves = self._plan(function, args)
+        sent = [self._encode(name, plan, i, leaf) for i, leaf in enumerate(leaves)]
         consumed = [leaves[i] for i in sorted(plan.consumed) if isinstance(leaves[i], Handle)]
         first = self._numbers
         calls = {}
@@ -565,10 +572,14 @@ class StartedMesh(NamedAxes):
                 mine = [_for_rank(leaf, rank) for leaf in sent]
                 gone = [_for_rank(handle._number, rank) for handle in consumed]
                 call = Call(key, plan.arguments, mine, plan.moves, gone, first)
-            calls[rank] = [*requests, ("call", (call,))]
+            calls[rank] = [*self._pending, ("call", (call,))]
         try:
             answers = self._processes.ask(calls, self._freed())
+            self._pending = []
         except InterruptedCallError as interrupt:
+            if not interrupt.sent:
+                raise KeyboardInterrupt(f"{name} was not called") from None
+            self._pending = []
             self._abandon(name, interrupt.answers, consumed, first, "Ctrl-C")
             error = KeyboardInterrupt(f"{name} was interrupted on all ranks")
             if interrupt.busy:
@@ -586,7 +597,7 @@ class StartedMesh(NamedAxes):
             )
         return self._results_of(function, {n: a[-1].value for n, a in answers.items()}, first)
 
-    def _encode(self, name: str, plan: _Plan, index: int, leaf: Any, requests: list) -> Any:
+    def _encode(self, name: str, plan: _Plan, index: int, leaf: Any) -> Any:
         """A leaf as it is sent: a list of one for each rank, or the same for all."""
         if isinstance(leaf, Handle):
             if leaf._fate:
@@ -598,9 +609,7 @@ class StartedMesh(NamedAxes):
             return leaf._number
         spec = plan.specs[index]
         if isinstance(leaf, Deferred):
-            key, more = self._define(leaf.function)
-            requests.extend(more)
-            return "made", key, leaf.args, spec
+            return "made", self._define(leaf.function), leaf.args, spec
         if isinstance(leaf, torch.Tensor) and spec is not None:
             if leaf.requires_grad and torch.is_grad_enabled():
                 fix = "detach it, or compute gradients inside of the function"

@@ -37,7 +37,6 @@ from functron.spmd import BoundMesh, Mesh, P, gather, shard
 from functron.spmd.donation import Donated, refuse_donated
 from functron.spmd.flight import FlightRecorder
 
-
 CONNECT_SECONDS = 300.0
 """How long a process waits for the notebook to listen."""
 
@@ -180,7 +179,9 @@ class Worker:
 
     Attributes:
         values: by number.
-        functions: by key, as they came; and made for the groups there are.
+        functions: by key, as they came.
+        made: these, for the groups there are.
+        arguments: structures of arguments by number; as they came, until they are used.
     """
 
     place: Place
@@ -241,9 +242,10 @@ class Worker:
         """Call a function; its tensors are kept under numbers from ``call.first`` on."""
         function = self.function(call.function)
         leaves = [self._leaf(i, leaf, call.moves) for i, leaf in enumerate(call.leaves)]
-        filled = tree.map(
-            lambda slot: leaves[slot.index], self.arguments[call.arguments], is_leaf=_is_slot
-        )
+        structure = self.arguments[call.arguments]
+        if isinstance(structure, bytes):
+            structure = self.arguments[call.arguments] = load(structure, self.find)
+        filled = tree.map(lambda slot: leaves[slot.index], structure, is_leaf=_is_slot)
         args = _without_absent(filled)
         del leaves, filled
         out = function(*args)
@@ -341,7 +343,7 @@ def _requests(worker: Worker) -> dict[str, Callable[..., Any]]:
         worker.functions[key] = blob
 
     def structure(key: int, blob: bytes) -> None:
-        worker.arguments[key] = load(blob, worker.find)
+        worker.arguments[key] = blob
 
     def forget(keys: Sequence[bytes]) -> None:
         for key in keys:

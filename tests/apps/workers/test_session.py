@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -98,10 +99,9 @@ def test_a_loop_with_batches_that_the_ranks_make(ranks, simulated):
 
 
 def test_a_program_is_traced_here(ranks):
-    step, state = setup(ranks)
-    program = ft.trace(step)(state, batch_at(0))
-    here, begin = setup(MESH)
-    assert str(program) == str(ft.trace(here)(begin, batch_at(0)))
+    both = setup(ranks), setup(MESH)
+    there, here = (str(ft.trace(step)(state, batch_at(0))) for step, state in both)
+    assert there == here
 
 
 def test_a_partitioned_function(ranks):
@@ -118,11 +118,12 @@ def test_values_go_and_come(ranks):
             handle = ft.shard({"x": value}, spec, ranks)["x"]
             assert (handle.shape, handle.dtype, handle.spec) == (value.shape, dtype, spec)
             back = handle.gather()
-            assert back.dtype == dtype and torch.equal(back.float(), value.float())
+            assert back.dtype == dtype
+            assert torch.equal(back.float(), value.float())
     handle = ft.shard(x, P("dp"), ranks)
     assert handle.clone().tolist() == handle.numpy().tolist() == x.tolist()
     assert torch.clone(handle).spec == P("dp")
-    with pytest.raises(ValueError, match="cannot shard"):
+    with pytest.raises(ValueError, match="got dim 0 of shape"):
         ft.shard(torch.ones(3), P("dp"), ranks)
 
 
@@ -140,9 +141,10 @@ def test_handles_refuse_what_is_not_theirs(ranks):
             use()
     with pytest.raises(AttributeError, match=r"\.sum: got a Handle"):
         x.sum()
-    assert not hasattr(x, "nothing") and repr(x).startswith("Handle([4], float32, P('dp'), tensor(")
+    assert not hasattr(x, "nothing")
+    assert repr(x).startswith("Handle([4], float32, P('dp'), tensor(")
     double = ft.shard_map(lambda x: 2 * x, ranks, P("dp"), P("dp"))
-    with pytest.raises(ValueError, match="under a transform of torch.func"):
+    with pytest.raises(ValueError, match=r"under a transform of torch\.func"):
         torch.func.grad(lambda x: double(x))(torch.ones(4))
     with pytest.raises(TypeError, match="grad cannot transform a function on a started mesh"):
         ft.grad(double)
@@ -201,7 +203,8 @@ class Own(NamedTuple):
 def test_trees_of_classes_of_ones_own(ranks):
     f = ft.shard_map(lambda t: Own(t.a + 1, {"x": t.a}), ranks, P("dp"), P("dp"))
     out = f(Own(torch.zeros(2), {}))
-    assert isinstance(out, Own) and out.a.tolist() == [1.0, 1.0]
+    assert isinstance(out, Own)
+    assert out.a.tolist() == [1.0, 1.0]
     assert f(Own(out.a, {})).a.tolist() == [2.0, 2.0]
 
 
@@ -226,7 +229,9 @@ def test_errors_of_all_and_of_one(ranks):
     with pytest.raises(KeyError, match="no such thing") as caught:
         ranks.run(fail, ranks, None)
     assert "raised on all ranks in fail" in caught.value.__notes__
-    assert any(f"{__file__}:" in note and "raise KeyError" in note for note in caught.value.__notes__)
+    assert any(
+        f"{__file__}:" in note and "raise KeyError" in note for note in caught.value.__notes__
+    )
     begin = time.monotonic()
     alone = ft.shard_map(lambda x: fail_on_one(x), ranks, P("dp"), P(), check=False)
     with pytest.raises(KeyError) as caught:
@@ -296,7 +301,9 @@ def test_a_state_is_whole_or_gone_after_ctrl_c(ranks):
     f = ft.shard_map(write_and_wait, ranks, P("dp"), P("dp"), check=False, donate=0)
     with interrupting(0.5), pytest.raises(KeyboardInterrupt):
         f(before)
-    with pytest.raises(ValueError, match=r"was being updated when write_and_wait was ended by Ctrl"):
+    with pytest.raises(
+        ValueError, match=r"was being updated when write_and_wait was ended by Ctrl"
+    ):
         before.gather()
 
 
@@ -355,7 +362,7 @@ def is_running(pid):
 def test_no_process_is_left():
     with MESH.start("cpu") as mine:
         pids = mine.pids
-        assert len(pids) == 2 and all(map(is_running, pids))
+        assert [is_running(pid) for pid in pids] == [True, True]
     assert not any(map(is_running, pids))
     with pytest.raises(RankError, match="it was closed"):
         assert_works(mine)
@@ -370,12 +377,10 @@ mesh.run(lambda: __import__("time").sleep(100))
 
 
 def test_no_process_is_left_when_the_notebook_is_killed(tmp_path):
-    import subprocess
-
     notebook = subprocess.Popen([sys.executable, "-c", NOTEBOOK], stdout=subprocess.PIPE, text=True)
     assert notebook.stdout is not None
     pids = [int(pid) for pid in notebook.stdout.readline().split()]
-    assert len(pids) == 2 and all(map(is_running, pids))
+    assert [is_running(pid) for pid in pids] == [True, True]
     time.sleep(1.0)
     notebook.kill()
     notebook.wait()
@@ -391,7 +396,7 @@ def test_what_cannot_be_started_is_refused():
         MESH.start("gpu")
     with pytest.raises(ValueError, match=r"num_local: got 1 of 2 ranks here.*wanted an address"):
         MESH.start("cpu", num_local=1)
-    with pytest.raises(ValueError, match="backend: got 'processe'.*processes"):
+    with pytest.raises(ValueError, match=r"backend: got 'processe'.*processes"):
         MESH.start("cpu", backend="processe")
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="got cuda for 2 ranks on a machine with 0 GPUs"):
