@@ -293,7 +293,7 @@ class Processes:
                 if answer is not None:
                     answers[rank.number] = answer
             self.show_output()
-            interrupt.go_on(left)
+            interrupt.go_on()
             if time.monotonic() - began > 1.0 and interrupt.at is None:
                 self._look(asked, left, told)
                 if any(rank.died for rank in asked):
@@ -545,12 +545,12 @@ class _Interrupt:
             self._begun = time.monotonic()
             _tell(ranks, "interrupt")
 
-    def go_on(self, ranks: Sequence[Rank]) -> None:
-        """Have ranks that still wait for others leave their groups."""
+    def go_on(self) -> None:
+        """Have all ranks leave their groups, where one still waits in them for another."""
         late = self._begun is not None and time.monotonic() - self._begun > _RELEASE_SECONDS
         if late and not self._released:
             self._released = True
-            _tell([rank for rank in ranks if not rank.died], "release")
+            _tell([rank for rank in self._ranks if not rank.died], "release")
 
     def overdue(self) -> bool:
         """Whether Ctrl-C came so long ago that nothing is waited for any more."""

@@ -81,13 +81,14 @@ class RemoteFunction:
         twin: the same function over the simulated mesh; None: there is none.
         in_specs, out_specs: of its arguments and results.
         donate: positions of arguments that it consumes.
+        by_stage: whether results are what each rank of a pipeline holds.
     """
 
     def __init__(
         self, ranks: StartedMesh, make: Callable, args: tuple, kwargs: Mapping[str, Any],
-        *, twin: Any = None, out_specs: Any = None,
+        *, twin: Any = None, in_specs: Any = (), out_specs: Any = None, stages: str | None = None,
     ):  # fmt: skip
-        self.ranks, self.twin, self.out_specs = ranks, twin, out_specs
+        self.ranks, self.twin, self.in_specs, self.out_specs = ranks, twin, in_specs, out_specs
         self._recipe = make, args, dict(kwargs)
         self._sent: tuple[bytes, list[Seen]] | None = None
         self._plans: dict[Any, _Plan] = {}
@@ -98,9 +99,8 @@ class RemoteFunction:
             inner = inner.fn
         if isinstance(inner, MappedFunction):
             self.donate |= set(inner.donate)
-            self.in_specs = inner.in_specs
-        else:
-            self.in_specs = ()
+            self.in_specs, stages = inner.in_specs, inner.stages
+        self.by_stage = ranks.mesh[stages or ""] > 1
         self._mapped = inner if isinstance(inner, MappedFunction) else None
         named = twin if twin is not None else args[0] if args else make
         self.__name__ = getattr(named, "__name__", "function")
@@ -248,15 +248,42 @@ class StartedMesh(NamedAxes):
         return fn(*_local(args), **_local_dict(kwargs))
 
     @public
-    def run(self, function: Callable, *args: Any, specs: tree.Tree = _WHOLE) -> Any:
+    def run(
+        self, function: Callable, *args: Any, specs: tree.Tree = _WHOLE, stages: str | None = None
+    ) -> Any:
         """``function(*args)`` on each rank, with its own shards, and a bound mesh for this one.
 
         Args:
             function: of what each rank has; it may use torch.distributed, files and devices.
             args: trees; handles are each rank's shards, a started mesh the bound one.
             specs: a prefix tree: how the tensors of the results are parts of whole ones.
+            stages: the axis of a pipeline whose ranks hold different parts of the results.
         """
-        return self._place(function, args, {}, specs)
+        return self._place(function, args, {}, specs, stages)
+
+    @public
+    def build(
+        self, make: Callable, *args: Any, in_specs: tree.Tree, out_specs: tree.Tree,
+        stages: str | None = None,
+    ) -> RemoteFunction:  # fmt: skip
+        """The function that ``make(*args)`` returns on each rank, which may differ among them.
+
+        For what is made of a rank's place, such as the step of a pipeline's stages:
+
+        >>> def make(mesh):
+        ...     defs = partition.local_defs(gpt.defs(config), mesh.coordinate["pp"])
+        ...     return ft.make_step(ft.pipeline.gradients(stages, num_targets), ..., mesh, ...)
+        >>> specs = {"in_specs": (P(), P(ft.DATA_AXES)), "out_specs": P()}
+        >>> step = mesh.build(make, mesh, **specs, stages="pp")
+
+        Args:
+            make: called once on each rank.
+            args: of `make`; as in `run`.
+            in_specs, out_specs: prefix trees of the function's arguments and results.
+            stages: the axis of a pipeline, whose ranks hold different parts of them.
+        """
+        specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
+        return RemoteFunction(self, make, args, {}, stages=stages, **specs)
 
     @public
     def batches(self, function: Callable[[int], tree.Tree]) -> Callable[[int], Deferred]:
@@ -379,19 +406,19 @@ class StartedMesh(NamedAxes):
             handle._check()
             if handle._ranks is not self:
                 raise ValueError("a handle of another started mesh; fix: fetch it there")
-            if handle._kind.local is not None:
+            if len(handle._kind.local or ()) > 1:
                 refuse("cannot fetch a value", "handle", f"{handle!r}, of a pipeline's stages",
                        "a value that every rank has a part of",
                        "collect it on the ranks: mesh.run(ft.pipeline.collect, ...)")  # fmt: skip
             parts: dict[tuple, int] = {}
-            for rank in sorted(living):
+            for rank in sorted(living.intersection(handle._kind.local or living)):
                 at = sharding.offsets(
                     handle.shape, handle.spec, self.mesh, self.mesh.coordinate(rank)
                 )
                 parts.setdefault(at, rank)
             places.append(parts)
             for rank in parts.values():
-                wanted.setdefault(rank, []).append(handle._number)
+                wanted.setdefault(rank, []).append(_for_rank(handle._number, rank))
         found = {rank: self._fetch_from(rank, numbers) for rank, numbers in wanted.items()}
         out = []
         for handle, parts in zip(handles, places, strict=True):
@@ -401,7 +428,7 @@ class StartedMesh(NamedAxes):
             whole = torch.empty(handle.shape, dtype=handle.dtype)
             for at, rank in parts.items():
                 region = tuple(slice(a, a + n) for a, n in zip(at, local, strict=True))
-                whole[region] = found[rank][handle._number].tensor()
+                whole[region] = found[rank][_for_rank(handle._number, rank)].tensor()
             out.append(whole)
         return out
 
@@ -462,9 +489,14 @@ class StartedMesh(NamedAxes):
         self._known.add(made)
         return made
 
-    def _place(self, fn: Callable, args: tuple, kwargs: Mapping[str, Any], specs: Any) -> Any:
+    def _place(
+        self, fn: Callable, args: tuple, kwargs: Mapping[str, Any], specs: Any,
+        stages: str | None = None,
+    ) -> Any:  # fmt: skip
         """``fn(*args, **kwargs)`` on each rank: tensors are parts of whole ones by `specs`."""
-        made = RemoteFunction(self, functools.partial, (fn, *args), kwargs, out_specs=specs)
+        made = RemoteFunction(
+            self, functools.partial, (fn, *args), kwargs, out_specs=specs, stages=stages
+        )
         try:
             return self._call(made, ())
         finally:
@@ -658,13 +690,12 @@ class StartedMesh(NamedAxes):
 
     def _results_of(self, function: RemoteFunction, kept: dict[int, Kept], first: int) -> Any:
         """The results of a call, with handles in the place of tensors."""
-        layouts = {rank: self._layout(rank, each) for rank, each in kept.items()}
+        layouts = {rank: self._layout(rank, each) for rank, each in sorted(kept.items())}
         shown, metas = layouts[0]
         most = max(len(each) for _, each in layouts.values())
         self._number(most)
         key = kept[0].layout
-        alike = all(each[1] == metas for each in layouts.values())
-        if not alike:
+        if function.by_stage or any(each[1] != metas for each in layouts.values()):
             return self._results_by_stage(function, layouts, first)
         found = function._results.get(key)
         if found is None:
@@ -714,8 +745,7 @@ class StartedMesh(NamedAxes):
             shapes = {rank: meta.shape for rank, (_, meta) in held.items()}
             _, meta = next(iter(held.values()))
             shape = sharding.global_shape(meta.shape, spec, self.mesh)
-            one = len(held) == self.size and len({*shapes.values()}) == 1
-            kind = self._kind(shape, meta.dtype, spec, meta.device, None if one else shapes)
+            kind = self._kind(shape, meta.dtype, spec, meta.device, shapes if shape else None)
             out.append(self._handle(kind, numbers))
         return tree.unflatten(structure, out)
 
@@ -785,7 +815,7 @@ def _merge_trees(first: Any, second: Any) -> Any:
         return type(first)(*map(_merge_trees, first, second))
     if type(first) in (list, tuple) and len(first) == len(second):
         return type(first)(map(_merge_trees, first, second))
-    return first
+    return second if first is None else first
 
 
 def _error_of(failure: Failure) -> BaseException:

@@ -125,6 +125,8 @@ class Shipper(cloudpickle.Pickler if cloudpickle is not None else pickle.Pickler
 
     def persistent_id(self, obj: Any) -> Any:
         """The name of an object that the ranks have; None: it is pickled."""
+        if isinstance(obj, torch.Tensor) and obj.is_meta:
+            return "meta", tuple(obj.shape), obj.dtype
         if isinstance(obj, torch.Tensor) and type(obj) in (torch.Tensor, torch.nn.Parameter):
             self.tensor_bytes += obj.nbytes
             wants = obj.requires_grad and type(obj) is torch.nn.Parameter
@@ -135,6 +137,8 @@ class Shipper(cloudpickle.Pickler if cloudpickle is not None else pickle.Pickler
         """How to pickle functions, classes and modules; NotImplemented: by name."""
         if isinstance(obj, types.CodeType):  # with the names of files, for tracebacks
             return marshal.loads, (marshal.dumps(obj),)
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            return importlib.import_module, (obj.__name__,)
         made: Any = super().reducer_override(obj)
         if made is NotImplemented or not isinstance(made, tuple):
             return made
@@ -250,6 +254,8 @@ class Receiver(pickle.Unpickler):
         if isinstance(pid, tuple) and pid[0] == "tensor":
             found = pid[1].tensor()
             return torch.nn.Parameter(found) if pid[2] else found
+        if pid[0] == "meta":
+            return torch.empty(pid[1], dtype=pid[2], device="meta")
         return self._find(pid)
 
 

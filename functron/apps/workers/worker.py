@@ -227,7 +227,8 @@ class Worker:
         if kind == "mesh":
             return self.bound
         if kind == "value":
-            return self.values[key]
+            here = key.get(self.place.rank, -1) if isinstance(key, dict) else key
+            return self.values.get(here, Absent())
         assert kind == "function", name
         return self.function(key)
 
@@ -235,7 +236,7 @@ class Worker:
         """The function of this key, made for the groups that there are now."""
         if key not in self.made:
             make, args, kwargs = load(self.functions[key], self.find)
-            self.made[key] = make(*args, **kwargs)
+            self.made[key] = make(*_without_absent(args), **kwargs)
         return self.made[key]
 
     def call(self, call: Call) -> Kept:
@@ -316,7 +317,8 @@ def _without_absent(value: Any) -> Any:
     """A tree without the entries of dicts that this rank does not hold."""
     if isinstance(value, dict):
         rest = {key: _without_absent(each) for key, each in value.items()}
-        return {key: each for key, each in rest.items() if not isinstance(each, Absent)}
+        here = {key: each for key, each in rest.items() if not isinstance(each, Absent)}
+        return here if here or not rest else Absent()
     if isinstance(value, tuple) and not isinstance(value, Absent) and hasattr(value, "_fields"):
         return type(value)(*map(_without_absent, value))
     if type(value) in (list, tuple):
@@ -483,9 +485,9 @@ def _watch(
 
 
 def _release(worker: Worker) -> None:
-    """Leave the groups in which the program still waits."""
+    """Leave the groups, in which this program or another rank's still waits."""
     bound = worker.bound
-    if worker.running and isinstance(bound, BoundMesh) and not bound.membership.closed:
+    if isinstance(bound, BoundMesh) and not bound.membership.closed:
         with contextlib.suppress(Exception):
             bound.leave("the program was interrupted")
 

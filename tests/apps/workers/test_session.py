@@ -110,6 +110,52 @@ def test_a_partitioned_function(ranks):
     assert float(f(x, w)) == pytest.approx((x @ w).tanh().sum().item(), abs=1e-12)
 
 
+def test_a_pipeline(simulated):
+    """Ranks hold different parts: what is made of a rank's place is built there."""
+    schedule = ft.pipeline.make("1f1b", 2, 2)
+    uses = gpt.uses(CONFIG)
+    partition = ft.pipeline.Partition(ft.pipeline.even_layout(2, 2), schedule.pipes, uses)
+
+    def stage(part, params, x, batch, key, total):
+        y = gpt.stage_loss(CONFIG, part, params, x, batch, key=key)
+        return y / total if part.loss else y
+
+    stages = ft.pipeline.pipelined(stage, partition, schedule)
+
+    def parts(mesh):
+        defs = partition.local_defs(gpt.defs(CONFIG), mesh.coordinate["pp"])
+        specs = ft.param_specs(defs, gpt.rules(CONFIG, mesh.mesh))
+        return (
+            defs,
+            specs,
+            optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1, momentum=0.9)),
+        )
+
+    def begin(mesh):
+        defs, specs, optimizer = parts(mesh)
+        return ft.init_state(ft.random.key(0), defs, specs, optimizer, mesh)
+
+    def build(mesh):
+        _, specs, optimizer = parts(mesh)
+        return ft.make_step(ft.pipeline.gradients(stages, gpt.num_targets), optimizer, mesh, specs)
+
+    def whole(mesh, params, like):
+        return ft.pipeline.collect(params, like, partition, mesh)
+
+    with ft.Mesh(pp=2).start("cpu") as mine:
+        state = mine.run(begin, mine, stages="pp")
+        given = {"in_specs": (P(), P(ft.DATA_AXES)), "out_specs": P(), "stages": "pp"}
+        step = mine.build(build, mine, **given)
+        losses = []
+        for index in range(3):
+            state, metrics = step(state, batch_at(index))
+            losses.append(float(metrics["loss"]))
+        assert losses == pytest.approx(simulated[0], abs=1e-12)
+        like = ft.abstract_params(gpt.defs(CONFIG))
+        params = mine.run(whole, mine, state.params, like, stages="pp")
+        assert_equal(params, simulated[1].params, mine)
+
+
 def test_values_go_and_come(ranks):
     x = torch.arange(12.0).reshape(4, 3)
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool):
