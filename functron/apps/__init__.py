@@ -18,8 +18,8 @@ APPLICATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "guard": ("rerun",),
         "megatron": ("migrate",),
+        "notebook": ("join",),
         "planner": ("plan", "recipe"),
-        "workers": ("join",),
         "zoo": (),
     }
 )
@@ -46,8 +46,8 @@ PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "stragglers": "functron.apps.guard.stragglers:StragglersConfig",
             "watchdog": "functron.apps.guard.watchdog:WatchdogConfig",
         },
-        "functron.started_meshes": {"processes": "functron.apps.workers.session:start"},
-        "functron.worker_programs": {"processes": "functron.apps.workers.worker:run"},
+        "functron.started_meshes": {"processes": "functron.apps.notebook.session:start"},
+        "functron.worker_programs": {"processes": "functron.apps.notebook.worker:run"},
     }
 )
 """By group and name, ``module:function``.

@@ -13,14 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from functron.core import compat
-from functron.core.errors import (
-    Problem,
-    load_plugin,
-    nearest,
-    public,
-    raise_problems,
-    refuse,
-)
+from functron.core.errors import Problem, load_plugin, nearest, public, raise_problems, refuse
 from functron.spmd.flight import EVERYWHERE, DisagreementError, FlightRecorder, RecordedGroup
 from functron.spmd.shared_memory import HostGroups
 
@@ -163,20 +156,15 @@ class Mesh(NamedAxes):
     def start(self, device: str = "auto", *, backend: str = "processes", **options: Any) -> Any:
         """This mesh with a process for each rank, which this process calls; for notebooks.
 
-        The result takes the place of the mesh in `functron.shard_map`, `functron.make_step` and
-        other functions: their results take and return whole values, as those of a simulated mesh
-        do, which stay on the ranks until they are looked at. It ends with a with block, or by its
-        ``close()``, and with this process.
+        In place of the mesh in `functron.shard_map`, `functron.make_step` and others it gives
+        functions of whole values, which stay on the ranks until they are looked at. It ends by a
+        with block, ``close()``, or with this process.
 
         Args:
             device: "cpu", "cuda", or "auto": cuda where there is a GPU for each rank.
-            backend: what starts the processes: "processes" (`functron.apps.workers`), or another
-                entry point of the group ``functron.started_meshes``, or ``package.module:function``
+            backend: of the entry points ``functron.started_meshes``, or ``package.module:function``
                 of a mesh, a device and options.
             options: of the backend, by name.
-
-        Raises:
-            ValueError: no such backend, or what it refuses.
         """
         return load_plugin("functron.started_meshes", backend, "backend")(self, device, **options)
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from functron.apps.workers.shipping import Packed, dump, load
+from functron.apps.notebook.shipping import Packed, dump, load
 from functron.core import compat, tree
 from functron.core.errors import is_library
 from functron.spmd import BoundMesh, Mesh, P, gather, shard
@@ -41,8 +41,8 @@ CONNECT_SECONDS = 300.0
 """How long a process waits for the notebook to listen."""
 
 
-class Place(NamedTuple):
-    """What a process is told when it starts.
+class WorkerPlace(NamedTuple):
+    """The place of a process among the ranks, as it is told.
 
     Attributes:
         rank: of the mesh.
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """What a process says when it connects.
+    """The first words of a process that connects.
 
     Attributes:
         number: of the rank, as the notebook has started it; of the process in torchrun's job, where
@@ -88,26 +88,27 @@ class Absent(NamedTuple):
     """A value that this rank of a pipeline does not hold."""
 
 
-class Slot(NamedTuple):
+class ResultSlot(NamedTuple):
     """The place of a tensor among the results of a call."""
 
     index: int
 
 
 class TensorMeta(NamedTuple):
-    """What is known of a tensor that a rank holds."""
+    """The shape, dtype and device of a tensor that a rank holds."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
 
 
-class Kept(NamedTuple):
-    """What a rank says of the results that it keeps.
+class KeptResults(NamedTuple):
+    """A description of the results that a rank keeps.
 
     Attributes:
         layout: the number of their structure, shapes and dtypes.
-        new: these, where they are new: the pickled structure with `Slot`s, and a `TensorMeta` each.
+        new: these, where they are new: the pickled structure with `ResultSlot`s, and a
+            `TensorMeta` each.
         numbers: scalars of a CPU, by slot.
     """
 
@@ -116,7 +117,7 @@ class Kept(NamedTuple):
     numbers: dict[int, bool | int | float]
 
 
-class Frame(NamedTuple):
+class TracebackLine(NamedTuple):
     """A line of a traceback."""
 
     file: str
@@ -126,7 +127,7 @@ class Frame(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What ended a request.
+    """An exception that ended a request.
 
     Attributes:
         error: the exception, pickled; empty: it cannot be.
@@ -139,7 +140,7 @@ class Failure(NamedTuple):
     error: bytes
     kind: str
     text: str
-    frames: tuple[Frame, ...]
+    frames: tuple[TracebackLine, ...]
     closed: str
     gone: tuple[int, ...]
 
@@ -158,7 +159,7 @@ class Call(NamedTuple):
 
     Attributes:
         function: its key.
-        arguments: the structure, by a key, with `Slot`s for leaves; new ones come pickled.
+        arguments: the structure, by a key, with `ResultSlot`s for leaves; new ones come pickled.
         leaves: for each slot the number of a value, a `Packed` shard, or anything else as it is.
         moves: by slot: the specs that a value has, and that it shall have.
         consumed: numbers of values that the function consumes.
@@ -184,7 +185,7 @@ class Worker:
         arguments: structures of arguments by number; as they came, until they are used.
     """
 
-    place: Place
+    place: WorkerPlace
     store: dist.Store
     generation: int = 0
     bound: Any = None
@@ -239,7 +240,7 @@ class Worker:
             self.made[key] = make(*_without_absent(args), **kwargs)
         return self.made[key]
 
-    def call(self, call: Call) -> Kept:
+    def call(self, call: Call) -> KeptResults:
         """Call a function; its tensors are kept under numbers from ``call.first`` on."""
         function = self.function(call.function)
         leaves = [self._leaf(i, leaf, call.moves) for i, leaf in enumerate(call.leaves)]
@@ -278,7 +279,7 @@ class Worker:
             return torch.device("cuda", self.place.local_rank)
         return torch.device("cpu")
 
-    def keep(self, out: Any, first: int) -> Kept:
+    def keep(self, out: Any, first: int) -> KeptResults:
         """Keep the tensors of `out`: see `call`."""
         leaves, structure = tree.flatten(out)
         metas, shown, numbers = [], [], {}
@@ -289,7 +290,7 @@ class Worker:
             refuse_donated([leaf], lambda: ["of the result"], "the call")
             index = len(metas)
             self.values[first + index] = leaf
-            shown.append(Slot(index))
+            shown.append(ResultSlot(index))
             if leaf.dim() == 0 and leaf.device.type == "cpu" and not leaf.is_complex():
                 numbers[index] = leaf.item()
             metas.append(TensorMeta(tuple(leaf.shape), leaf.dtype, leaf.device.type))
@@ -297,12 +298,12 @@ class Worker:
         key: Any = (structure, tuple(metas)) if plain else None
         number = self.layouts.get(key) if plain else None
         if number is not None:
-            return Kept(number, None, numbers)
+            return KeptResults(number, None, numbers)
         self.num_layouts += 1
         if plain:
             self.layouts[key] = self.num_layouts
         structured = dump(tree.unflatten(structure, shown), _no_name)[0]
-        return Kept(self.num_layouts, (structured, tuple(metas)), numbers)
+        return KeptResults(self.num_layouts, (structured, tuple(metas)), numbers)
 
 
 def _no_name(obj: Any) -> None:
@@ -310,7 +311,7 @@ def _no_name(obj: Any) -> None:
 
 
 def _is_slot(leaf: Any) -> bool:
-    return isinstance(leaf, Slot)
+    return isinstance(leaf, ResultSlot)
 
 
 def _without_absent(value: Any) -> Any:
@@ -320,14 +321,16 @@ def _without_absent(value: Any) -> Any:
         here = {key: each for key, each in rest.items() if not isinstance(each, Absent)}
         return here if here or not rest else Absent()
     if isinstance(value, tuple) and not isinstance(value, Absent) and hasattr(value, "_fields"):
-        return type(value)(*map(_without_absent, value))
+        made: Any = type(value)
+        return made(*map(_without_absent, value))
     if type(value) in (list, tuple):
-        return type(value)(map(_without_absent, value))
+        plain: Any = type(value)
+        return plain(map(_without_absent, value))
     return value
 
 
 def _requests(worker: Worker) -> dict[str, Callable[..., Any]]:
-    """What a notebook can ask a rank for."""
+    """The requests of a notebook, by name."""
 
     def put(values: dict[int, Packed]) -> None:
         worker.values.update((n, p.tensor().to(worker.device)) for n, p in values.items())
@@ -429,7 +432,7 @@ def _describe(worker: Worker, error: BaseException, consumed: Sequence[int]) -> 
     frames = []
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        frames.append(Frame(code.co_filename, number, code.co_name, _is_own(frame)))
+        frames.append(TracebackLine(code.co_filename, number, code.co_name, _is_own(frame)))
     traceback.clear_frames(error.__traceback__)
     gone = []
     for number in consumed:
@@ -450,7 +453,8 @@ def _describe(worker: Worker, error: BaseException, consumed: Sequence[int]) -> 
 
 def _is_own(frame: types.FrameType) -> bool:
     name = str(frame.f_globals.get("__name__", ""))
-    return not is_library(frame.f_globals) and not name.startswith(("importlib", "contextlib"))
+    installed = is_library(frame.f_globals) or name.startswith(("importlib", "contextlib"))
+    return not installed and frame.f_code.co_filename != "<string>"  # which starts this program
 
 
 def _is_gone(value: Any) -> bool:
@@ -494,12 +498,15 @@ def _release(worker: Worker) -> None:
 
 def _where(worker: Worker, main: int) -> dict[str, Any]:
     """Where the program is: its line, and the collective that it waits in."""
-    waiting = worker.bound.recorder.waiting if isinstance(worker.bound, BoundMesh) else None
+    recorder = worker.bound.recorder if isinstance(worker.bound, BoundMesh) else None
+    waiting = recorder.waiting if recorder is not None else None
     frame: Any = sys._current_frames().get(main)
     own = None
     while frame is not None:
-        if own is None and _is_own(frame) and frame.f_code.co_name != "_run_code":
-            own = Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, True)
+        if own is None and _is_own(frame):
+            own = TracebackLine(
+                frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, True
+            )
         frame = frame.f_back
     for_seconds = 0.0 if waiting is None else time.perf_counter() - waiting.since
     described = None if waiting is None else (str(waiting.kind), for_seconds)
@@ -565,7 +572,7 @@ def run(
         questions.send(hello._replace(kind="questions"))
     except AuthenticationError as error:
         raise ValueError(f"token: another one than the notebook's at {address}") from error
-    place = Place(*requests.recv())
+    place = WorkerPlace(*requests.recv())
     store = dist.TCPStore(*place.store, is_master=False, wait_for_workers=False)
     worker = Worker(place, store)
 

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron.apps.workers.handles import Deferred, Handle, Kind
-from functron.apps.workers.processes import Hosts, InterruptedCallError, Processes
-from functron.apps.workers.shipping import Packed, Seen, dump, load, require_cloudpickle
-from functron.apps.workers.worker import Answer, Call, Failure, Kept, Slot, TensorMeta
+from functron.apps.notebook.handles import Deferred, Handle, Kind
+from functron.apps.notebook.processes import Hosts, InterruptedCallError, Processes
+from functron.apps.notebook.shipping import Packed, UsedValue, dump, load, require_cloudpickle
+from functron.apps.notebook.worker import Answer, Call, Failure, KeptResults, ResultSlot, TensorMeta
 from functron.compiler.jit import Jitted, jit
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
@@ -57,7 +57,7 @@ class RankError(RuntimeError):
 
 
 class _Plan(NamedTuple):
-    """What is known of calls with arguments of one kind.
+    """How calls with arguments of one kind are sent.
 
     Attributes:
         arguments: the number by which ranks know their structure.
@@ -90,7 +90,7 @@ class RemoteFunction:
     ):  # fmt: skip
         self.ranks, self.twin, self.in_specs, self.out_specs = ranks, twin, in_specs, out_specs
         self._recipe = make, args, dict(kwargs)
-        self._sent: tuple[bytes, list[Seen]] | None = None
+        self._sent: tuple[bytes, list[UsedValue]] | None = None
         self._plans: dict[Any, _Plan] = {}
         self._results: dict[int, tuple[list, tree.Structure]] = {}
         inner, self.donate = twin, set()
@@ -130,7 +130,7 @@ class RemoteFunction:
         return self.ranks._call(self, args)
 
     def __functron_call__(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
-        """What a function of the library does with this one: compile, trace, or refuse it."""
+        """The result of a function of the library for this one: compiled, traced, or refused."""
         if fn is jit:
             return RemoteFunction(
                 self.ranks, fn, args, kwargs, twin=fn(*_local(args), **_local_dict(kwargs))
@@ -167,7 +167,7 @@ def _meta(kind: Kind) -> torch.Tensor:
 
 
 _MAPPED = (shard_map, make_step, map_step, partition)
-"""What returns a function over a mesh."""
+"""Functions that return a function over a mesh."""
 
 
 class StartedMesh(NamedAxes):
@@ -231,7 +231,7 @@ class StartedMesh(NamedAxes):
         return [rank.process.pid for rank in ranks if rank.process is not None]
 
     def __functron_call__(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
-        """What a function of the library does with this mesh in the place of a simulated one."""
+        """The result of a function of the library for this mesh in place of a simulated one."""
         if fn in _MAPPED:
             twin = fn(*_local(args), **_local_dict(kwargs))
             return RemoteFunction(self, fn, args, kwargs, twin=twin)
@@ -355,7 +355,7 @@ class StartedMesh(NamedAxes):
                 return other
         return None
 
-    def _join(self, numbers: Iterable[int]) -> None:
+    def _join(self, numbers: Collection[int]) -> None:
         self._processes.generation += 1
         request = [("join", (self._processes.generation,))]
         answers = self._processes.ask(dict.fromkeys(numbers, request), interruptible=False)
@@ -555,7 +555,7 @@ class StartedMesh(NamedAxes):
         consumed = frozenset(
             i for i, path in enumerate(paths) if int(path.partition("/")[0]) in function.donate
         )
-        slots = tree.unflatten(structure, [Slot(i) for i in range(len(leaves))])
+        slots = tree.unflatten(structure, [ResultSlot(i) for i in range(len(leaves))])
         blob = dump(slots, lambda obj: None)[0]
         if blob not in self._structures:
             self._pending.append(("structure", (len(self._structures), blob)))
@@ -674,7 +674,7 @@ class StartedMesh(NamedAxes):
                 self._free.append(numbers)
         for number in done:
             kept = ends[number].value
-            if isinstance(kept, Kept):
+            if isinstance(kept, KeptResults):
                 _, metas = self._layout(number, kept)
                 self._number(max(0, first + len(metas) - self._numbers))
                 self._free.extend(range(first, first + len(metas)))
@@ -682,13 +682,15 @@ class StartedMesh(NamedAxes):
         if apart and len(ends) == self.size:
             self._join(range(self.size))
 
-    def _layout(self, rank: int, kept: Kept) -> tuple[Any, tuple[TensorMeta, ...]]:
+    def _layout(self, rank: int, kept: KeptResults) -> tuple[Any, tuple[TensorMeta, ...]]:
         known = self._layouts[rank]
         if kept.new is not None:
             known[kept.layout] = load(kept.new[0], _no_object), kept.new[1]
         return known[kept.layout]
 
-    def _results_of(self, function: RemoteFunction, kept: dict[int, Kept], first: int) -> Any:
+    def _results_of(
+        self, function: RemoteFunction, kept: dict[int, KeptResults], first: int
+    ) -> Any:
         """The results of a call, with handles in the place of tensors."""
         layouts = {rank: self._layout(rank, each) for rank, each in sorted(kept.items())}
         shown, metas = layouts[0]
@@ -705,7 +707,7 @@ class StartedMesh(NamedAxes):
             leaves, structure = tree.flatten(shown, is_leaf=_is_slot)
             rows: list[Any] = []
             for leaf, spec in zip(leaves, flat, strict=True):
-                if isinstance(leaf, Slot):
+                if isinstance(leaf, ResultSlot):
                     meta = metas[leaf.index]
                     spec = spec if isinstance(spec, P) else P()
                     shape = sharding.global_shape(meta.shape, spec, self.mesh)
@@ -728,7 +730,7 @@ class StartedMesh(NamedAxes):
             for path, leaf in zip(
                 tree.paths(shown, _is_slot), tree.leaves(shown, _is_slot), strict=True
             ):
-                if isinstance(leaf, Slot):
+                if isinstance(leaf, ResultSlot):
                     paths.setdefault(path, {})[rank] = first + leaf.index, metas[leaf.index]
         whole = functools.reduce(_merge_trees, (shown for shown, _ in layouts.values()))
         flat = tree.broadcast_prefix(function.out_specs, whole, is_leaf=is_spec, what="out_specs")
@@ -790,7 +792,7 @@ def _for_rank(leaf: Any, rank: int) -> Any:
 
 
 def _kind_of(leaf: Any) -> Any:
-    """What a plan depends on."""
+    """The part of a leaf that a plan depends on."""
     if isinstance(leaf, Handle):
         return leaf._kind
     if isinstance(leaf, torch.Tensor):
@@ -799,7 +801,7 @@ def _kind_of(leaf: Any) -> Any:
 
 
 def _is_slot(leaf: Any) -> bool:
-    return isinstance(leaf, Slot)
+    return isinstance(leaf, ResultSlot)
 
 
 def _no_object(name: Any) -> Any:
@@ -811,10 +813,11 @@ def _merge_trees(first: Any, second: Any) -> Any:
     if isinstance(first, dict) and isinstance(second, dict):
         both = {**second, **first}
         return {k: _merge_trees(first.get(k, v), second.get(k, v)) for k, v in both.items()}
-    if isinstance(first, tuple) and hasattr(first, "_fields") and not isinstance(first, Slot):
+    if isinstance(first, tuple) and hasattr(first, "_fields") and not isinstance(first, ResultSlot):
         return type(first)(*map(_merge_trees, first, second))
     if type(first) in (list, tuple) and len(first) == len(second):
-        return type(first)(map(_merge_trees, first, second))
+        made: Any = type(first)
+        return made(map(_merge_trees, first, second))
     return second if first is None else first
 
 

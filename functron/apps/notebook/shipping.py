@@ -1,4 +1,4 @@
-"""What travels between a notebook and its ranks: functions, classes and values, by value.
+"""Functions, classes and values on their way from a notebook to its ranks, by value.
 
 A function of a notebook, or of a module of the user's, goes to the ranks as it is now: its code,
 and the values of the globals and variables that it uses. So ranks never run an older version of a
@@ -26,9 +26,12 @@ import torch
 from functron.core.errors import is_library, refuse
 
 try:
-    import cloudpickle
+    import cloudpickle as _cloudpickle
 except ModuleNotFoundError:  # an extra
-    cloudpickle = None
+    _cloudpickle = None
+
+cloudpickle: Any = _cloudpickle
+_Pickler: Any = pickle.Pickler if cloudpickle is None else cloudpickle.Pickler
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _MANY_BYTES = 1 << 16  # of a value whose changes are not looked for
@@ -63,7 +66,7 @@ class Packed(NamedTuple):
         return torch.from_numpy(writable).view(self.dtype).reshape(self.shape)
 
 
-class Seen(NamedTuple):
+class UsedValue(NamedTuple):
     """A value that a function uses: where it was found, and what it was.
 
     Attributes:
@@ -92,7 +95,7 @@ _FIXED = (
 
 
 def _state(value: Any) -> Any:
-    """What tells whether a value was changed in place."""
+    """Something that is another one after a value was changed in place."""
     if isinstance(value, _FIXED) or hasattr(type(value), "__functron_call__"):
         return None
     if isinstance(value, torch.Tensor):
@@ -106,7 +109,7 @@ def _state(value: Any) -> Any:
     return hash(text) if len(text) < _MANY_BYTES else len(text)
 
 
-class Shipper(cloudpickle.Pickler if cloudpickle is not None else pickle.Pickler):
+class Shipper(_Pickler):
     """Pickles a value for the ranks.
 
     Args:
@@ -120,7 +123,7 @@ class Shipper(cloudpickle.Pickler if cloudpickle is not None else pickle.Pickler
     def __init__(self, file: Any, refer: Callable[[Any], Any]):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._refer = refer
-        self.seen: list[Seen] = []
+        self.seen: list[UsedValue] = []
         self.tensor_bytes = 0
 
     def persistent_id(self, obj: Any) -> Any:
@@ -148,7 +151,7 @@ class Shipper(cloudpickle.Pickler if cloudpickle is not None else pickle.Pickler
             self.seen += _values_of(obj)
         elif isinstance(obj, type):
             self.seen += [
-                Seen(lambda name=name: vars(obj)[name], value, None)
+                UsedValue(lambda name=name: vars(obj)[name], value, None)
                 for name, value in vars(obj).items()
                 if isinstance(value, types.FunctionType)
             ]
@@ -157,7 +160,7 @@ class Shipper(cloudpickle.Pickler if cloudpickle is not None else pickle.Pickler
         return made
 
 
-def _values_of(function: types.FunctionType) -> Iterator[Seen]:
+def _values_of(function: types.FunctionType) -> Iterator[UsedValue]:
     """The globals and variables of enclosing functions that a function uses."""
     yield from _globals_of(function.__globals__, set(_names(function.__code__)))
     for cell in function.__closure__ or ():
@@ -165,7 +168,7 @@ def _values_of(function: types.FunctionType) -> Iterator[Seen]:
             value = cell.cell_contents
         except ValueError:  # not filled yet
             continue
-        yield Seen(lambda cell=cell: cell.cell_contents, value, _state(value))
+        yield UsedValue(lambda cell=cell: cell.cell_contents, value, _state(value))
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -175,11 +178,11 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _globals_of(names: dict[str, Any], used: Collection[str]) -> Iterator[Seen]:
+def _globals_of(names: dict[str, Any], used: Collection[str]) -> Iterator[UsedValue]:
     for name in sorted(used):
         if name in names:
             value = names[name]
-            yield Seen(lambda name=name: names[name], value, _state(value))
+            yield UsedValue(lambda name=name: names[name], value, _state(value))
 
 
 class _Globals:

@@ -13,17 +13,17 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import functron as ft
 from functron import P, gpt, lax, optim, training
-from functron.apps.workers import RankError
+from functron.apps.notebook import RankError
 from functron.models.config import GPTConfig
 
-pytestmark = [pytest.mark.applications("workers"), pytest.mark.filterwarnings("error")]
+pytestmark = [pytest.mark.applications("notebook"), pytest.mark.filterwarnings("error")]
 
 CONFIG = GPTConfig(
     vocab_size=61, max_seq=16, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=32, dtype="float64"
@@ -98,6 +98,26 @@ def test_a_loop_with_batches_that_the_ranks_make(ranks, simulated):
     assert_equal(last.params, simulated[1].params, ranks)
 
 
+UNDER_TORCHRUN = """
+import torch.distributed as dist
+import functron as ft
+from tests.apps.notebook.test_session import MESH, batch_at, train
+dist.init_process_group("gloo")
+mesh = MESH.bind()
+losses, state = train(mesh, lambda step: ft.shard(batch_at(step), ft.P(ft.DATA_AXES), mesh))
+if dist.get_rank() == 0:
+    print(*[loss.hex() for loss in losses], *[x.sum().item().hex() for x in ft.tree.leaves(state.params)])
+dist.destroy_process_group()
+"""
+
+
+def test_the_bits_are_those_of_torchrun(ranks, torchrun):
+    losses, state = train(ranks)
+    sums = [x.sum().item().hex() for x in ft.tree.leaves(ft.gather(state.params, None, ranks))]
+    want = torchrun(UNDER_TORCHRUN, 2).stdout.split()
+    assert [*(loss.hex() for loss in losses), *sums] == want
+
+
 def test_a_program_is_traced_here(ranks):
     both = setup(ranks), setup(MESH)
     there, here = (str(ft.trace(step)(state, batch_at(0))) for step, state in both)
@@ -166,9 +186,10 @@ def test_values_go_and_come(ranks):
             back = handle.gather()
             assert back.dtype == dtype
             assert torch.equal(back.float(), value.float())
-    handle = ft.shard(x, P("dp"), ranks)
+    handle: Any = ft.shard(x, P("dp"), ranks)
     assert handle.clone().tolist() == handle.numpy().tolist() == x.tolist()
-    assert torch.clone(handle).spec == P("dp")
+    copied: Any = torch.clone(handle)
+    assert copied.spec == P("dp")
     with pytest.raises(ValueError, match="got dim 0 of shape"):
         ft.shard(torch.ones(3), P("dp"), ranks)
 

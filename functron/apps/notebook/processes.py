@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from functron.apps.workers.worker import Answer, Hello, Place
+from functron.apps.notebook.worker import Answer, Hello, WorkerPlace
 from functron.core.errors import refuse
 from functron.spmd.flight import list_ranks
 
@@ -38,7 +38,7 @@ HANG_SECONDS = 8.0
 """After which a rank that others wait for is named."""
 _RELEASE_SECONDS = 1.0  # of an interrupt, after which ranks leave their groups
 _LOOPBACK = "127.0.0.1"
-_PROGRAM = "from functron.apps.workers.worker import main; main()"  # its classes have one name
+_PROGRAM = "from functron.apps.notebook.worker import main; main()"  # its classes have one name
 _FAIL_SECONDS = 1.5  # after the first failure, in which others may fail alike
 _LOOK_SECONDS = 0.25
 _MERGE_SECONDS = 0.3  # for which a line waits for the same one of other ranks
@@ -51,7 +51,7 @@ class Rank:
     Attributes:
         number: of the rank.
         process: None: another host has started it.
-        requests, questions: the two connections; see `functron.apps.workers.worker`.
+        requests, questions: the two connections; see `functron.apps.notebook.worker`.
         died: how it ended; "": it runs.
         late: answers that it owes to requests that were given up.
         where: what it said last of where it is, and when.
@@ -186,7 +186,7 @@ class Processes:
             self._write(self._invite(len(others)), True)
         limit = HOSTS_SECONDS if others else START_SECONDS
         deadline, missing = time.monotonic() + limit, 2 * (len(new) + len(others))
-        inner: Any = listener._listener  # the public class has no time limit
+        inner: Any = vars(listener)["_listener"]  # the public class has no time limit
         inner._socket.settimeout(0.2)
         told, joined = {}, {}
         while missing:
@@ -219,7 +219,7 @@ class Processes:
         for number, rank in new.items():
             at = told[number].local_rank, told[number].num_local
             rest = self._mesh, self.device, self._timeout, self._store_at
-            rank.requests.send(tuple(Place(number, *at, *rest)))
+            rank.requests.send(tuple(WorkerPlace(number, *at, *rest)))
 
     def _invite(self, count: int) -> str:
         command = f"torchrun --nproc-per-node N -m functron join {self._hosts.address}"
@@ -310,7 +310,7 @@ class Processes:
     def _ready(self, ranks: Sequence[Rank], seconds: float) -> list[Rank]:
         """The ranks of which there is an answer or an end, after what they print is shown."""
         by_connection = {rank.requests: rank for rank in ranks}
-        pipes = [
+        pipes: list[Any] = [
             pipe
             for rank in self.ranks
             if rank.process is not None
@@ -418,7 +418,7 @@ def _one_device(devices: Mapping[int, str]) -> str:
 
 
 def _read_pipes(rank: Rank, *, last: bool = True) -> Iterator[tuple[bool, str]]:
-    """What a rank has printed: whole lines, and with `last` the rest; of errors or not."""
+    """The lines that a rank has printed, and with `last` the rest; whether of errors."""
     if rank.process is None:
         yield from _read_forwarded(rank)
         return
@@ -447,7 +447,7 @@ def _read_pipes(rank: Rank, *, last: bool = True) -> Iterator[tuple[bool, str]]:
 
 
 def _read_forwarded(rank: Rank) -> Iterator[tuple[bool, str]]:
-    """What a rank of another host has printed: whole lines."""
+    """The lines that a rank of another host has printed."""
     _read_questions(rank)
     for is_error in (False, True):
         whole, newline, rest = rank.texts.pop(is_error, b"").rpartition(b"\n")

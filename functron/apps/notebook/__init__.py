@@ -1,4 +1,4 @@
-"""Workers: a mesh whose ranks are processes that a notebook starts, calls, interrupts and ends.
+"""A mesh whose ranks are processes that a notebook starts, calls, interrupts and ends.
 
 `session` is the notebook's side: `StartedMesh`, the functions that it maps over its ranks, and the
 `Handle`s that they return. `worker` is the program of a rank. `shipping` is what travels between
@@ -12,6 +12,6 @@ from typing import TYPE_CHECKING
 from functron.core import import_lazily
 
 if TYPE_CHECKING:
-    from functron.apps.workers.session import Handle, RankError, RemoteFunction, StartedMesh, start
+    from functron.apps.notebook.session import Handle, RankError, RemoteFunction, StartedMesh, start
 
 import_lazily(__name__)
