@@ -295,9 +295,8 @@ def public(fn: F) -> F:
     (a `Mesh`, `Rules`, an optimizer, a config); trees and tensors are for `fn` itself to check.
     The exception stays the same object; `full_tracebacks` keeps its frames.
 
-    An argument whose class has a method ``__functron_call__`` makes the call in place of `fn`, as
-    ``__array_function__`` does for NumPy: ``argument.__functron_call__(fn, args, kwargs)``, with
-    `fn` as users call it. Meshes that live in other processes are such arguments.
+    An argument whose class has a method ``__functron_call__(fn, args, kwargs)`` makes the call in
+    place of `fn`, as ``__array_function__`` does for NumPy; a mesh in other processes is one.
 
     Raises:
         TypeError: (when called) arguments of another kind; all offenders are listed.
