@@ -156,9 +156,8 @@ class Mesh(NamedAxes):
     def start(self, device: str = "auto", *, backend: str = "processes", **options: Any) -> Any:
         """This mesh with a process for each rank, which this process calls; for notebooks.
 
-        In place of the mesh in `functron.shard_map`, `functron.make_step` and others it gives
-        functions of whole values, which stay on the ranks until they are looked at. It ends by a
-        with block, ``close()``, or with this process.
+        In `functron.shard_map`, `functron.make_step` and others it gives functions of whole values,
+        which stay on the ranks until they are looked at. A with block or ``close()`` ends it.
 
         Args:
             device: "cpu", "cuda", or "auto": cuda where there is a GPU for each rank.
