@@ -18,18 +18,24 @@ def blocks(language: str) -> list[str]:
 
 
 def test_tour_runs_in_fifteen_lines():
-    (tour,) = blocks("python")
+    tour, _ = blocks("python")
     assert len([line for line in tour.splitlines() if line.strip()]) <= 15
     torch.manual_seed(0)
     exec(compile(tour, "README.md", "exec"), {})
 
 
 def test_tour_without_its_psum_is_refused():
-    (tour,) = blocks("python")
+    tour, _ = blocks("python")
     forgot = tour.replace("lax.psum(", "(").replace('["down"], "tp")', '["down"])')
     assert "psum(" not in forgot
     with pytest.raises(ValueError, match=r"varies over 'tp'.*lax\.psum"):
         exec(compile(forgot, "README.md", "exec"), {})
+
+
+@pytest.mark.applications("notebook")
+def test_the_tour_goes_on_with_real_ranks():
+    tour, notebook = blocks("python")
+    exec(compile(f"{tour}\n{notebook}", "README.md", "exec"), {})
 
 
 def test_is_short():

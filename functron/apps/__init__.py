@@ -18,6 +18,7 @@ APPLICATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "guard": ("rerun",),
         "megatron": ("migrate",),
+        "notebook": ("join",),
         "planner": ("plan", "recipe"),
         "zoo": (),
     }
@@ -45,6 +46,8 @@ PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "stragglers": "functron.apps.guard.stragglers:StragglersConfig",
             "watchdog": "functron.apps.guard.watchdog:WatchdogConfig",
         },
+        "functron.started_meshes": {"processes": "functron.apps.notebook.session:start"},
+        "functron.worker_programs": {"processes": "functron.apps.notebook.worker:run"},
     }
 )
 """By group and name, ``module:function``.
@@ -58,6 +61,8 @@ PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 | ``functron.record_names`` | is a `functron.training.records.Naming` of samples | log_names |
 | ``functron.sample_orders`` | returns a `functron.data.sampling.SampleOrder` | order |
 | ``functron.sections`` | is the class of a section | `functron.training.config.TrainConfig` |
+| ``functron.started_meshes`` | starts the ranks of a mesh | `functron.Mesh.start` |
+| ``functron.worker_programs`` | is a rank of such a mesh | ``functron join`` |
 """
 
 

@@ -37,8 +37,19 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from functron import apps
 from functron.checkpoint.memory import folder_of
-from functron.cli.process import MARK, UNSET, InputError, Process, grow_segments
-from functron.core.errors import Problem
+from functron.cli.options import parse
+from functron.cli.process import (
+    MARK,
+    UNSET,
+    InputError,
+    Process,
+    current,
+    grow_segments,
+    local_world_size,
+    mistakes,
+    read_token,
+)
+from functron.core.errors import Problem, load_plugin, refuse
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
 from functron.training.config import TrainConfig
@@ -261,6 +272,40 @@ def leave() -> None:
     """Part from the other processes, if this one had joined any."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """Be ranks of a mesh that a notebook on another host has started (Mesh.start with hosts).
+
+    torchrun starts this command, with as many processes as this host has ranks. They run what the
+    notebook sends, and end with it. The environment variable FUNCTRON_TOKEN is the notebook's word.
+
+    Attributes:
+        address: of the notebook, host:port.
+        device: cpu, cuda, or auto: cuda where there is a GPU for each process.
+    """
+
+    address: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="HOST:PORT")]]
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+def join_notebook(arguments: Sequence[str]) -> int:
+    """Be a rank of a notebook's until it is gone; see `JoinOptions`."""
+    with mistakes():
+        options = parse(JoinOptions, arguments, "join")
+        host, _, port = options.address.rpartition(":")
+        if not (host and port.isdecimal()):
+            refuse("cannot join", "address", repr(options.address), "host:port of a notebook")
+    here = current()
+    rank, local, size = (here.rank, here.local_rank, here.world_size) if here else (0, 0, 1)
+    num_local = local_world_size(size)
+    token = read_token()
+    with mistakes():
+        run: Any = load_plugin("functron.worker_programs", "processes", "join")
+        place = rank, num_local, options.device, local, socket.gethostname()
+        run((host, int(port)), token, *place)
+    return 0
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,10 @@ _ALL: Mapping[str, tuple[str, str]] = MappingProxyType(
             "list or show configurations of large runs, made by functron plan",
         ),
         "build": ("build.run", "compile the CUDA kernels ahead of time (needs no GPU)"),
+        "join": (
+            "launch.join_notebook",
+            "be ranks of a mesh that a notebook on another host has started (with torchrun)",
+        ),
         "doctor": ("doctor.run", "check this machine and installation, or benchmark a mesh"),
     }
 )

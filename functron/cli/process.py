@@ -1,6 +1,7 @@
 """This process: its place in a job, its exit code, and its error message.
 
-The only module that reads environment variables: torchrun's, the allocator's, `FULL_TRACEBACKS`.
+The only module that reads environment variables: torchrun's, the allocator's, `FULL_TRACEBACKS`,
+`TOKEN`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from functron.core.errors import Problem, full_tracebacks, raise_problems
 MARK = "functron-"
 """Prefix of the run ids that `functron.cli.launch` gives to torchrun's launcher."""
 FULL_TRACEBACKS = "FUNCTRON_FULL_TRACEBACKS"
+TOKEN = "FUNCTRON_TOKEN"
+"""The word by which a notebook knows the processes of other hosts that join it."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,24 @@ def current() -> Process | None:
         numbers.get("MASTER_PORT", 0),
         numbers.get(_ATTEMPT, 0) if by_agent else None,
     )
+
+
+def local_world_size(default: int) -> int:
+    """The number of processes on this machine, as torchrun says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", default))
+
+
+def read_token() -> bytes:
+    """The word in `TOKEN`.
+
+    Raises:
+        InputError: there is none.
+    """
+    if not (token := os.environ.get(TOKEN, "")):
+        fix = f"{TOKEN}=... before the command, as mesh.start() shows it"
+        problem = Problem(f"environment variable {TOKEN}", "none", "the notebook's word", fix)
+        raise InputError(f"cannot join a notebook\n  - {problem}")
+    return token.encode()
 
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -295,6 +295,9 @@ def public(fn: F) -> F:
     (a `Mesh`, `Rules`, an optimizer, a config); trees and tensors are for `fn` itself to check.
     The exception stays the same object; `full_tracebacks` keeps its frames.
 
+    An argument whose class has a method ``__functron_call__(fn, args, kwargs)`` makes the call in
+    place of `fn`, as ``__array_function__`` does for NumPy; a mesh in other processes is one.
+
     Raises:
         TypeError: (when called) arguments of another kind; all offenders are listed.
     """
@@ -304,6 +307,11 @@ def public(fn: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal wanted
         try:
+            for given in (*args, *kwargs.values()):
+                if hasattr(type(given), "__functron_call__"):
+                    if vars(type(given)).get(fn.__name__) is made:  # a method of its own
+                        break
+                    return given.__functron_call__(made, args, kwargs)
             if wanted is None:  # later than where annotations are written, which may look ahead
                 wanted = _checkable_arguments(fn)
             if wanted and (found := [p for one in wanted for p in one.problems(args, kwargs)]):

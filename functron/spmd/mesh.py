@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from functron.core import compat
-from functron.core.errors import Problem, nearest, public, raise_problems, refuse
+from functron.core.errors import Problem, load_plugin, nearest, public, raise_problems, refuse
 from functron.spmd.flight import EVERYWHERE, DisagreementError, FlightRecorder, RecordedGroup
 from functron.spmd.shared_memory import HostGroups
 
@@ -36,8 +36,8 @@ VOTE_SECONDS = 5.0
 """How long a rank that failed waits for the others to fail alike before it closes the groups."""
 
 
-class _NamedAxes:
-    """The names and sizes that a `Mesh` and a `BoundMesh` of it have in common."""
+class NamedAxes:
+    """The names and sizes that a `Mesh` and what is made of it have in common."""
 
     mesh: Mesh
 
@@ -62,7 +62,7 @@ class _NamedAxes:
 
 
 @dataclass(frozen=True, init=False)
-class Mesh(_NamedAxes):
+class Mesh(NamedAxes):
     """Names of axes and their sizes: ``Mesh(dp=2, tp=4)`` has 8 ranks.
 
     Ranks are ordered row-major over the axes as given, the last axis fastest. A mesh is only a
@@ -151,6 +151,21 @@ class Mesh(_NamedAxes):
         for name, size in reversed(self.axes):
             rank, out[name] = divmod(rank, size)
         return {name: out[name] for name in self.axis_names}
+
+    @public
+    def start(self, device: str = "auto", *, backend: str = "processes", **options: Any) -> Any:
+        """This mesh with a process for each rank, which this process calls; for notebooks.
+
+        In `functron.shard_map`, `functron.make_step` and others it gives functions of whole values,
+        which stay on the ranks until they are looked at. A with block or ``close()`` ends it.
+
+        Args:
+            device: "cpu", "cuda", or "auto": cuda where there is a GPU for each rank.
+            backend: of the entry points ``functron.started_meshes``, or ``package.module:function``
+                of a mesh, a device and options.
+            options: of the backend, by name.
+        """
+        return load_plugin("functron.started_meshes", backend, "backend")(self, device, **options)
 
     @public
     def bind(
@@ -253,7 +268,7 @@ class Membership:
 
 
 @dataclass(frozen=True)
-class BoundMesh(_NamedAxes):
+class BoundMesh(NamedAxes):
     """A mesh whose ranks are processes; made by `Mesh.bind`.
 
     Attributes:

@@ -1,0 +1,173 @@
+"""Handles: leaves of trees whose values the ranks of a started mesh hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from functron.core.errors import public
+from functron.spmd import P
+
+
+class Kind:
+    """The shape, dtype, spec and device of handles; the same object for all that are alike."""
+
+    __slots__ = ("device", "dtype", "local", "shape", "spec")
+
+    def __init__(self, shape: tuple, dtype: torch.dtype, spec: P, device: str, local: Any):
+        self.shape, self.dtype, self.spec, self.device = torch.Size(shape), dtype, spec, device
+        self.local: Mapping[int, tuple] | None = local
+
+
+class Handle:
+    """A value that the ranks of a started mesh hold.
+
+    ``float(h)``, ``h.item()``, ``h.numpy()``, ``h.gather()`` and ``print(h)`` fetch it. It goes
+    into functions that are mapped over the mesh, and into nothing else of torch.
+
+    Attributes:
+        shape: of the whole value.
+        dtype: of its elements.
+        spec: how it is split over ranks.
+        device: where the ranks have it: "cpu" or "cuda".
+    """
+
+    __slots__ = ("__weakref__", "_fate", "_kind", "_number", "_ranks", "_scalar")
+
+    def __init__(self, ranks: Any, kind: Kind, number: int | dict, scalar: Any = None):
+        self._ranks, self._kind, self._number, self._scalar = ranks, kind, number, scalar
+        self._fate = ""
+
+    shape = property(lambda self: self._kind.shape)
+    dtype = property(lambda self: self._kind.dtype)
+    spec = property(lambda self: self._kind.spec)
+    device = property(lambda self: torch.device(self._kind.device))
+    ndim = property(lambda self: len(self._kind.shape))
+    mesh = property(lambda self: self._ranks.mesh)
+    nbytes = property(lambda self: self.numel() * self._kind.dtype.itemsize)
+
+    def dim(self) -> int:
+        """The number of dims."""
+        return self.ndim
+
+    def numel(self) -> int:
+        """The number of elements of the whole value."""
+        return self._kind.shape.numel()
+
+    @public
+    def gather(self) -> torch.Tensor:
+        """The whole value, on the CPU of this process."""
+        return self._ranks._fetch([self])[0]
+
+    cpu = gather
+
+    def numpy(self) -> np.ndarray:
+        """The whole value."""
+        return self.gather().numpy()
+
+    def item(self) -> bool | int | float:
+        """The number that it is."""
+        self._check()
+        return self.gather().item() if self._scalar is None else self._scalar
+
+    def tolist(self) -> Any:
+        """The whole value, in lists."""
+        return self.gather().tolist()
+
+    @public
+    def clone(self) -> Handle:
+        """A copy on the ranks, to keep a value that is to be donated."""
+        self._check()
+        return self._ranks.run(torch.clone, self, specs=self.spec)
+
+    def detach(self) -> Handle:
+        """The value itself: the ranks record no tape."""
+        return self
+
+    def _check(self) -> None:
+        if self._fate:
+            raise ValueError(f"a value that {self._fate}")
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __format__(self, text: str) -> str:
+        return format(self.item(), text) if text and not self.ndim else str(self)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError("len() of a handle of a number")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        text = f"Handle({list(self.shape)}, {kind}, {self.spec}"
+        if self._fate:
+            return f"{text}, {self._fate.partition(';')[0]})"
+        if self._kind.local is not None:
+            return f"{text}, of the ranks {sorted(self._kind.local)})"
+        if self.ndim == 0:
+            return f"{text}, {self.item()})"
+        return f"{text}, {self.gather()})" if self.numel() <= 64 else f"{text})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"Handle has no attribute {name!r}")
+        raise AttributeError(_refusal(f".{name}"))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        """Copies by torch.clone; raises TypeError for anything else of torch."""
+        if func is torch.clone and isinstance(args[0], Handle):
+            return args[0].clone()
+        raise TypeError(_refusal(getattr(func, "__name__", str(func))))
+
+    def __del__(self) -> None:
+        ranks = getattr(self, "_ranks", None)
+        if ranks is not None and not self._fate:
+            ranks._free.append(self._number)
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"{what}: got a Handle, whose value the ranks of a started mesh hold; wanted a tensor; "
+        "fix: compute it in a function that ft.shard_map maps over the mesh, or fetch the value: "
+        "handle.gather(), ft.gather(tree, specs, mesh)"
+    )
+
+
+def _make_refuser(name: str) -> Callable:
+    def refuse_operator(self: Handle, *rest: Any) -> Any:
+        raise TypeError(_refusal(name))
+
+    return refuse_operator
+
+
+for _name in (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "radd", "rsub", "rmul",
+    "rtruediv", "rpow", "rmatmul", "neg", "abs", "lt", "le", "gt", "ge", "getitem", "setitem",
+    "iter", "and", "or", "xor", "invert", "eq", "ne",
+):  # fmt: skip
+    setattr(Handle, f"__{_name}__", _make_refuser(f"__{_name}__"))
+Handle.__hash__ = object.__hash__
+
+
+class Deferred:
+    """An argument that the ranks make: the value of a function, of which each takes its shard."""
+
+    __slots__ = ("args", "function")
+
+    def __init__(self, function: Any, args: tuple):
+        self.function, self.args = function, args

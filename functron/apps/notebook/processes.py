@@ -1,0 +1,580 @@
+"""The processes of the ranks, as the notebook sees them: started, asked, interrupted, ended.
+
+The notebook's process blocks while the ranks compute: it waits for the first of answers, output and
+ends. Output comes into the cell line by line, once where all ranks say the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Listener, wait
+from typing import Any
+
+import torch.distributed as dist
+
+from functron.apps.notebook.worker import Answer, Hello, WorkerPlace
+from functron.core.errors import refuse
+from functron.spmd.flight import list_ranks
+
+START_SECONDS = 120.0
+HOSTS_SECONDS = 900.0
+INTERRUPT_SECONDS = 2.0
+"""How long an interrupted program has to return on all ranks."""
+HANG_SECONDS = 8.0
+"""After which a rank that others wait for is named."""
+_RELEASE_SECONDS = 1.0  # of an interrupt, after which ranks leave their groups
+_LOOPBACK = "127.0.0.1"
+_PROGRAM = "from functron.apps.notebook.worker import main; main()"  # its classes have one name
+_FAIL_SECONDS = 1.5  # after the first failure, in which others may fail alike
+_LOOK_SECONDS = 0.25
+_MERGE_SECONDS = 0.3  # for which a line waits for the same one of other ranks
+
+
+@dataclass
+class Rank:
+    """A rank's process.
+
+    Attributes:
+        number: of the rank.
+        process: None: another host has started it.
+        requests, questions: the two connections; see `functron.apps.notebook.worker`.
+        died: how it ended; "": it runs.
+        late: answers that it owes to requests that were given up.
+        where: what it said last of where it is, and when.
+    """
+
+    number: int
+    process: subprocess.Popen | None
+    requests: Any = None
+    questions: Any = None
+    died: str = ""
+    late: int = 0
+    where: Mapping[str, Any] = field(default_factory=dict)
+    asked: float = 0.0
+    answered: float = 0.0
+    texts: dict[Any, bytes] = field(default_factory=dict)
+
+
+class InterruptedCallError(Exception):
+    """Ctrl-C ended a request.
+
+    Attributes:
+        answers: those that came, by rank.
+        busy: ranks that could not be waited for.
+        sent: whether the request was sent.
+    """
+
+    def __init__(self, answers: dict[int, list[Answer]], busy: Sequence[int], *, sent: bool):
+        super().__init__()
+        self.answers, self.busy, self.sent = answers, busy, sent
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where the ranks of a mesh run.
+
+    Attributes:
+        address: of this machine, "host:port", where processes of other hosts join; "": none do.
+        num_local: ranks on this machine, the first ones.
+        token: that the others have in their environment; "": a new one.
+    """
+
+    address: str
+    num_local: int
+    token: str = ""
+
+    def where(self) -> tuple[str, int]:
+        """The host and the port."""
+        host, _, port = self.address.rpartition(":")
+        return (host, int(port)) if self.address else (_LOOPBACK, 0)
+
+
+class Processes:
+    """The processes of all ranks of a mesh.
+
+    Args:
+        mesh: names and sizes of its axes.
+        device: "auto", "cpu" or "cuda".
+        hosts: where they run.
+        timeout_seconds: of collectives.
+        write: shows text that ranks print: ``write(text, is_error)``.
+
+    Attributes:
+        device: "cpu" or "cuda", once they run.
+        generation: of their groups.
+    """
+
+    def __init__(
+        self,
+        mesh: tuple[tuple[str, int], ...],
+        device: str,
+        hosts: Hosts,
+        timeout_seconds: float,
+        write: Callable[[str, bool], None],
+    ):
+        self._mesh, self.device, self._hosts = mesh, device, hosts
+        self._timeout, self._write, self.generation = timeout_seconds, write, 0
+        self._token = hosts.token or secrets.token_hex(16)
+        self._owner, (host, _) = os.getpid(), hosts.where()
+        with socket.socket() as listener:
+            listener.bind((host, 0))
+            listener.listen(4096)
+            port = listener.getsockname()[1]
+            self._store = dist.TCPStore(
+                host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
+                master_listen_fd=listener.detach(),
+            )  # fmt: skip
+        self._store_at = host, port
+        self.ranks: list[Rank] = []
+        self._lines: dict[bool, dict[int, deque]] = {False: {}, True: {}}
+
+    def start(self, numbers: Sequence[int]) -> None:
+        """Start the processes of these ranks, or wait for them from other hosts.
+
+        Raises:
+            ValueError: they have not the same kind of device.
+            RuntimeError: one ended, or did not come in time; with what it printed.
+        """
+        key = self._token.encode()
+        with Listener(self._hosts.where(), backlog=64, authkey=key) as listener:
+            local = [number for number in numbers if number < self._hosts.num_local]
+            new = {number: Rank(number, self._spawn(number, listener.address)) for number in local}
+            try:
+                self._accept(listener, new, [n for n in numbers if n not in new])
+            except BaseException:
+                for rank in new.values():
+                    _kill(rank)
+                raise
+        kept = [rank for rank in self.ranks if rank.number not in numbers]
+        self.ranks = sorted([*kept, *new.values()], key=lambda rank: rank.number)
+
+    def _spawn(self, number: int, address: Any) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-c", _PROGRAM],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+        assert process.stdin is not None
+        given = {
+            "address": address, "token": self._token.encode().hex(), "number": number,
+            "num_local": self._hosts.num_local, "device": self.device, "path": sys.path,
+        }  # fmt: skip
+        process.stdin.write(json.dumps(given).encode() + b"\n")
+        process.stdin.close()
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+        return process
+
+    def _accept(self, listener: Listener, new: dict[int, Rank], others: Sequence[int]) -> None:
+        """Take the connections of the local ranks, `new`, and of as many of other hosts."""
+        if others:
+            self._write(self._invite(len(others)), True)
+        limit = HOSTS_SECONDS if others else START_SECONDS
+        deadline, missing = time.monotonic() + limit, 2 * (len(new) + len(others))
+        inner: Any = vars(listener)["_listener"]  # the public class has no time limit
+        inner._socket.settimeout(0.2)
+        told, joined = {}, {}
+        while missing:
+            for rank in new.values():
+                if rank.process is not None and rank.process.poll() is not None:
+                    text = "".join(f"{text}\n" for _, text in _read_pipes(rank)).strip()
+                    ended = f"rank {rank.number} ended as it started ({_ending(rank.process)})"
+                    raise RuntimeError(f"{ended}:\n{text}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{missing // 2} ranks did not come within {limit:.0f} s")
+            try:
+                connection = listener.accept()
+            except (TimeoutError, AuthenticationError):
+                continue
+            hello = Hello(*connection.recv())
+            if hello.host:
+                at = hello.host, hello.local_rank
+                rank = joined.setdefault(at, Rank(-1, None))
+                told.setdefault(at, hello)
+            else:
+                rank = new[hello.number]
+                told[hello.number] = hello
+            setattr(rank, hello.kind, connection)
+            missing -= 1
+        places = _order_hosts([told[at] for at in joined])
+        for number, hello in zip(others, places, strict=True):
+            rank = new[number] = joined[hello.host, hello.local_rank]
+            rank.number, told[number] = number, hello
+        self.device = _one_device({number: told[number].device for number in new})
+        for number, rank in new.items():
+            at = told[number].local_rank, told[number].num_local
+            rest = self._mesh, self.device, self._timeout, self._store_at
+            rank.requests.send(tuple(WorkerPlace(number, *at, *rest)))
+
+    def _invite(self, count: int) -> str:
+        command = f"torchrun --nproc-per-node N -m functron join {self._hosts.address}"
+        return (
+            f"waiting for {count} ranks of other hosts; start them there, N on each, by\n"
+            f"  FUNCTRON_TOKEN={self._token} {command}\n"
+        )
+
+    @property
+    def living(self) -> list[Rank]:
+        """The ranks that run."""
+        return [rank for rank in self.ranks if not rank.died]
+
+    def ask(
+        self,
+        requests: Mapping[int, Sequence[tuple[str, tuple]]],
+        free: Sequence[int] = (),
+        *,
+        interruptible: bool = True,
+    ) -> dict[int, list[Answer]]:
+        """Ask ranks, each for a few things in order, and wait for their answers.
+
+        A rank that ends meanwhile has no answer; `Rank.died` says why. The first request of a rank
+        that fails is its last.
+
+        Raises:
+            InterruptedCallError: Ctrl-C came: the ranks were interrupted, and those that could be
+                waited for have answered.
+        """
+        if os.getpid() != self._owner:
+            raise RuntimeError("the ranks were started by another process, which forked this one")
+        asked = [rank for rank in self.living if rank.number in requests]
+        with _taking_interrupts(interruptible, asked) as interrupt:
+            self._await_late(asked, interrupt)
+            if interrupt.at is not None:
+                late = [rank.number for rank in asked if rank.late]
+                raise InterruptedCallError({}, late, sent=False)
+            for rank in asked:
+                data = pickle.dumps((list(free), list(requests[rank.number])), protocol=5)
+                with contextlib.suppress(OSError):  # its end is noticed below
+                    rank.requests.send_bytes(data)
+            answers = self._collect(asked, interrupt)
+        if interrupt.at is not None:
+            busy = [rank.number for rank in asked if rank.number not in answers and not rank.died]
+            raise InterruptedCallError(answers, busy, sent=True)
+        return answers
+
+    def _await_late(self, asked: Sequence[Rank], interrupt: _Interrupt) -> None:
+        """Let ranks end what Ctrl-C could not interrupt."""
+        while any(rank.late and not rank.died for rank in asked):
+            if interrupt.overdue():
+                return
+            late = [rank for rank in asked if rank.late]
+            for rank in self._ready(late, _LOOK_SECONDS):
+                if self._receive(rank) is not None:
+                    rank.late -= 1
+
+    def _collect(self, asked: Sequence[Rank], interrupt: _Interrupt) -> dict[int, list[Answer]]:
+        answers: dict[int, list[Answer]] = {}
+        began, failed, told = time.monotonic(), None, set()
+        while True:
+            left = [r for r in asked if r.number not in answers and not r.died]
+            if not left:
+                break
+            if interrupt.overdue():
+                for rank in left:
+                    rank.late += 1
+                break
+            for rank in self._ready(left, _LOOK_SECONDS):
+                answer = self._receive(rank)
+                if answer is not None:
+                    answers[rank.number] = answer
+            self.show_output()
+            interrupt.go_on()
+            if time.monotonic() - began > 1.0 and interrupt.at is None:
+                self._look(asked, left, told)
+                if any(rank.died for rank in asked):
+                    interrupt.begin([rank for rank in left if not rank.died])
+            elif any(rank.died for rank in asked):
+                interrupt.begin([rank for rank in left if not rank.died])
+            if failed is None and any(answer[-1].failure for answer in answers.values()):
+                failed = time.monotonic()
+            if failed is not None and time.monotonic() - failed > _FAIL_SECONDS:
+                interrupt.begin([rank for rank in left if rank.number not in answers])
+        self.show_output(last=True)
+        return answers
+
+    def _ready(self, ranks: Sequence[Rank], seconds: float) -> list[Rank]:
+        """The ranks of which there is an answer or an end, after what they print is shown."""
+        by_connection = {rank.requests: rank for rank in ranks}
+        pipes: list[Any] = [
+            pipe
+            for rank in self.ranks
+            if rank.process is not None
+            for pipe in (rank.process.stdout, rank.process.stderr)
+            if pipe is not None and not pipe.closed
+        ]
+        found = wait([*by_connection, *pipes], seconds)
+        if any(each not in by_connection for each in found):
+            self.show_output()
+        return [by_connection[each] for each in found if each in by_connection]
+
+    def _receive(self, rank: Rank) -> list[Answer] | None:
+        """An answer; None: the rank has ended."""
+        try:
+            return pickle.loads(rank.requests.recv_bytes())
+        except (EOFError, OSError):
+            self._bury(rank)
+            return None
+
+    def _bury(self, rank: Rank) -> None:
+        process = rank.process
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2.0)
+            rank.died = _ending(process)
+        else:
+            rank.died = "its connection was closed"
+        self.show_output(last=True)
+        _kill(rank)
+
+    def find_dead(self) -> None:
+        """Notice ranks that have ended since they were asked last."""
+        for rank in self.living:
+            if rank.process is not None and rank.process.poll() is not None:
+                self._bury(rank)
+
+    def _look(self, asked: Sequence[Rank], left: Sequence[Rank], told: set) -> None:
+        """Name ranks that the others wait for."""
+        now = time.monotonic()
+        for rank in left:
+            _read_questions(rank)
+            if rank.asked <= rank.answered:
+                _tell([rank], "where")
+                rank.asked = now
+        silent = [r for r in left if r.asked > r.answered and now - r.asked > HANG_SECONDS]
+        for rank in silent:
+            if rank.number not in told:
+                told.add(rank.number)
+                text = f"rank {rank.number} has not answered for {HANG_SECONDS:.0f} s: its process"
+                self._write(f"{text} ({_pid(rank)}) may be stopped\n", True)
+        waiting = {r.number: r.where["waiting"] for r in left if r.where.get("waiting")}
+        long = {n: (kind, s) for n, (kind, s) in waiting.items() if s > HANG_SECONDS - 1}
+        others = [r for r in left if r.number not in waiting and r.where and r not in silent]
+        if not long or not others:
+            return
+        kind, seconds = next(iter(long.values()))
+        for rank in others:
+            if rank.number not in told:
+                told.add(rank.number)
+                line = rank.where.get("line")
+                at = f" at {line.file}:{line.number}, in {line.name}" if line else ""
+                text = f"rank {rank.number} is{at or ' busy'}, while {list_ranks([*long])} "
+                text += f"{'waits' if len(long) == 1 else 'wait'} for it in {kind}"
+                self._write(f"{text} (for {seconds:.0f} s)\n", True)
+
+    def show_output(self, *, last: bool = False) -> None:
+        """Show the lines that ranks have printed: once, if all ranks have printed the same.
+
+        Args:
+            last: whether the ranks are done, so that what is left is shown too.
+        """
+        now = time.monotonic()
+        for rank in self.ranks:
+            for is_error, text in _read_pipes(rank, last=last):
+                self._lines[is_error].setdefault(rank.number, deque()).append((now, text))
+        for is_error, lines in self._lines.items():
+            before = now if last else now - _MERGE_SECONDS
+            for text in _merge(lines, len(self.ranks), before):
+                self._write(text, is_error)
+
+    def close(self) -> None:
+        """End all processes."""
+        if os.getpid() != self._owner:
+            return
+        for rank in self.ranks:
+            _kill(rank)
+            rank.died = rank.died or "it was closed"
+
+
+def _order_hosts(given: Sequence[Hello]) -> list[Hello]:
+    """Processes of other hosts in the order of ranks: each host's together."""
+    first: dict[str, int] = {}
+    for hello in given:
+        first[hello.host] = min(first.get(hello.host, hello.number), hello.number)
+    return sorted(given, key=lambda hello: (first[hello.host], hello.host, hello.local_rank))
+
+
+def _one_device(devices: Mapping[int, str]) -> str:
+    if len(kinds := {*devices.values()}) > 1:
+        got = ", ".join(f"{device} on rank {number}" for number, device in devices.items())
+        refuse(
+            "the ranks cannot compute together", "device", got, "one kind", 'say "cpu" or "cuda"'
+        )
+    return kinds.pop()
+
+
+def _read_pipes(rank: Rank, *, last: bool = True) -> Iterator[tuple[bool, str]]:
+    """The lines that a rank has printed, and with `last` the rest; whether of errors."""
+    if rank.process is None:
+        yield from _read_forwarded(rank)
+        return
+    for is_error, pipe in ((False, rank.process.stdout), (True, rank.process.stderr)):
+        if pipe is None or pipe.closed:
+            continue
+        text = rank.texts.pop(is_error, b"")
+        while True:
+            try:
+                more = os.read(pipe.fileno(), 1 << 16)
+            except BlockingIOError:
+                break
+            if not more:
+                pipe.close()
+                break
+            text += more
+        whole, newline, rest = text.rpartition(b"\n")
+        if last and rest:
+            whole, newline, rest = text, b"\n", b""
+        if rest:
+            rank.texts[is_error] = rest
+        if newline:
+            for line in whole.decode(errors="replace").split("\n"):
+                if line or not last:
+                    yield is_error, line
+
+
+def _read_forwarded(rank: Rank) -> Iterator[tuple[bool, str]]:
+    """The lines that a rank of another host has printed."""
+    _read_questions(rank)
+    for is_error in (False, True):
+        whole, newline, rest = rank.texts.pop(is_error, b"").rpartition(b"\n")
+        if rest:
+            rank.texts[is_error] = rest
+        for line in whole.decode().split("\n") if newline else ():
+            yield is_error, line
+
+
+def _read_questions(rank: Rank) -> None:
+    """Take what a rank has said aside of its answers: where it is, and what it has printed."""
+    with contextlib.suppress(EOFError, OSError):
+        while rank.questions.poll():
+            found = rank.questions.recv()
+            if isinstance(found, tuple):
+                _, is_error, text = found
+                rank.texts[is_error] = rank.texts.get(is_error, b"") + text.encode()
+            else:
+                rank.where, rank.answered = found, time.monotonic()
+
+
+def _merge(lines: dict[int, deque], num_ranks: int, before: float) -> Iterator[str]:
+    """Lines by rank, each with its time, merged: those of all ranks once and without a name.
+
+    Lines that are not of all ranks stay in `lines` for a while, unless they are from `before`.
+    """
+    while any(lines.values()):
+        first = min(number for number, found in lines.items() if found)
+        at, line = lines[first][0]
+        having = [n for n, found in lines.items() if any(text == line for _, text in found)]
+        if len(having) < num_ranks:
+            if at > before:
+                return
+            having = [n for n in having if lines[n][0][1] == line]
+        for number in having:  # what a rank has printed before it
+            while (text := lines[number].popleft()[1]) != line:
+                yield f"[rank {number}] {text}\n"
+        name = "" if len(having) == num_ranks else f"[{list_ranks(sorted(having))}] "
+        yield f"{name}{line}\n"
+
+
+def _ending(process: subprocess.Popen) -> str:
+    code = process.poll()
+    if code is None:
+        return "its connection was closed"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _pid(rank: Rank) -> str:
+    return "of another host" if rank.process is None else f"pid {rank.process.pid}"
+
+
+def _kill(rank: Rank) -> None:
+    """End a rank's process and what it started."""
+    for connection in (rank.requests, rank.questions):
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.close()
+    process = rank.process
+    if process is None:
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5.0)
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None and not pipe.closed:
+            pipe.close()
+
+
+class _Interrupt:
+    """An interrupt of a request: when it came, and what was done.
+
+    Attributes:
+        at: when Ctrl-C came; None: it has not.
+    """
+
+    def __init__(self, ranks: Sequence[Rank]):
+        self.at: float | None = None
+        self._begun: float | None = None
+        self._released = False
+        self._ranks = ranks
+
+    def signal(self, number: int, frame: Any) -> None:
+        """The handler of SIGINT."""
+        self.at = self.at or time.monotonic()
+        self.begin([rank for rank in self._ranks if not rank.died])
+
+    def begin(self, ranks: Sequence[Rank]) -> None:
+        """Interrupt the program on these ranks, once."""
+        if self._begun is None:
+            self._begun = time.monotonic()
+            _tell(ranks, "interrupt")
+
+    def go_on(self) -> None:
+        """Have all ranks leave their groups, where one still waits in them for another."""
+        late = self._begun is not None and time.monotonic() - self._begun > _RELEASE_SECONDS
+        if late and not self._released:
+            self._released = True
+            _tell([rank for rank in self._ranks if not rank.died], "release")
+
+    def overdue(self) -> bool:
+        """Whether Ctrl-C came so long ago that nothing is waited for any more."""
+        return self.at is not None and time.monotonic() - self.at > INTERRUPT_SECONDS - 0.3
+
+
+def _tell(ranks: Sequence[Rank], what: str) -> None:
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            rank.questions.send(what)
+
+
+@contextlib.contextmanager
+def _taking_interrupts(wanted: bool, ranks: Sequence[Rank]) -> Iterator[_Interrupt]:
+    """Pass Ctrl-C on to the ranks in this with block, where handlers are allowed.
+
+    Nothing is raised within: half a request would be left with the ranks.
+    """
+    interrupt = _Interrupt(ranks)
+    if not wanted or threading.current_thread() is not threading.main_thread():
+        yield interrupt
+        return
+    before = signal.signal(signal.SIGINT, interrupt.signal)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)

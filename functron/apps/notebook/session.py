@@ -1,0 +1,898 @@
+"""A started mesh: ranks that are processes, called from a notebook as a simulated mesh is.
+
+>>> with ft.Mesh(dp=2, tp=2).start() as mesh:
+...     step = ft.jit(ft.make_step(gradients, optimizer, mesh, specs), donate=0)
+...     state = ft.init_state(key, defs, specs, optimizer, mesh)
+...     state, metrics = step(state, batch)
+
+Functions take and return whole values. Those that the ranks hold are `Handle`s here: leaves with a
+shape, a dtype and a spec, fetched when they are looked at. What is made of a started mesh is made
+again on each rank, of the bound mesh there, from the same arguments; so a program is the one that
+torchrun would run, to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import linecache
+import sys
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from functron.apps.notebook.handles import Deferred, Handle, Kind
+from functron.apps.notebook.processes import Hosts, InterruptedCallError, Processes
+from functron.apps.notebook.shipping import Packed, UsedValue, dump, load, require_cloudpickle
+from functron.apps.notebook.worker import Answer, Call, Failure, KeptResults, ResultSlot, TensorMeta
+from functron.compiler.jit import Jitted, jit
+from functron.core import compat, tree
+from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.partitioning import partition
+from functron.partitioning.partition import Partitioned
+from functron.program.trace import eval_shape, trace
+from functron.spmd import Mesh, P, gather, shard, shard_map
+from functron.spmd import spec as sharding
+from functron.spmd.flight import list_ranks
+from functron.spmd.mesh import NamedAxes
+from functron.spmd.params import init_params
+from functron.spmd.shard_map import MappedFunction
+from functron.spmd.spec import is_spec
+from functron.training.step import init_state, make_step, map_step, state_specs
+
+_FOLLOWS = ("LostRanksError", "DistBackendError", "HostError", "KeyboardInterrupt")
+"""Errors of ranks that others have left."""
+_WHOLE = P()
+_RESTART = "ranks.restart()"
+_TIMEOUT_SECONDS = 300.0
+
+
+class RankError(RuntimeError):
+    """A rank died, or raised what cannot be raised here."""
+
+
+class _Plan(NamedTuple):
+    """How calls with arguments of one kind are sent.
+
+    Attributes:
+        arguments: the number by which ranks know their structure.
+        specs: of each leaf.
+        moves: of handles that are split in another way.
+        consumed: which leaves are given up.
+        paths: of the leaves.
+    """
+
+    arguments: int
+    specs: list[P | None]
+    moves: dict[int, tuple[P, P]]
+    consumed: frozenset[int]
+    paths: list[str]
+
+
+class RemoteFunction:
+    """A function over a started mesh: made and called on each of its ranks.
+
+    Attributes:
+        twin: the same function over the simulated mesh; None: there is none.
+        in_specs, out_specs: of its arguments and results.
+        donate: positions of arguments that it consumes.
+        by_stage: whether results are what each rank of a pipeline holds.
+    """
+
+    def __init__(
+        self, ranks: StartedMesh, make: Callable, args: tuple, kwargs: Mapping[str, Any],
+        *, twin: Any = None, in_specs: Any = (), out_specs: Any = None, stages: str | None = None,
+    ):  # fmt: skip
+        self.ranks, self.twin, self.in_specs, self.out_specs = ranks, twin, in_specs, out_specs
+        self._recipe = make, args, dict(kwargs)
+        self._sent: tuple[bytes, list[UsedValue]] | None = None
+        self._plans: dict[Any, _Plan] = {}
+        self._results: dict[int, tuple[list, tree.Structure]] = {}
+        inner, self.donate = twin, set()
+        while isinstance(inner, Jitted):
+            self.donate |= set(inner.donate)
+            inner = inner.fn
+        if isinstance(inner, MappedFunction):
+            self.donate |= set(inner.donate)
+            self.in_specs, stages = inner.in_specs, inner.stages
+        self.by_stage = ranks.mesh[stages or ""] > 1
+        self._mapped = inner if isinstance(inner, MappedFunction) else None
+        named = twin if twin is not None else args[0] if args else make
+        self.__name__ = getattr(named, "__name__", "function")
+        self.__doc__ = getattr(named, "__doc__", None)
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__} on {self.ranks}>"
+
+    def find_out_specs(self, args: tuple) -> None:
+        """Learn the specs of the results; `partition` finds them by tracing."""
+        if self._mapped is not None and self.out_specs is None:
+            if isinstance(self._mapped, Partitioned):
+                eval_shape(self._mapped)(*_abstract(args))
+            self.out_specs = self._mapped.out_specs
+
+    @public
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of all ranks, as handles.
+
+        Raises:
+            ValueError: what the function itself refuses; a handle that was consumed or lost; or
+                under a transform of torch.func, or with tensors that require gradients.
+            RankError: a rank died; or a rank raised what cannot be raised here.
+        """
+        if kwargs:
+            raise TypeError(f"{self.__name__}: got keyword arguments; wanted positional ones")
+        return self.ranks._call(self, args)
+
+    def __functron_call__(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
+        """The result of a function of the library for this one: compiled, traced, or refused."""
+        if fn is jit:
+            return RemoteFunction(
+                self.ranks, fn, args, kwargs, twin=fn(*_local(args), **_local_dict(kwargs))
+            )
+        if fn in (trace, eval_shape) and self.twin is not None:
+            made = fn(*_local(args), **_local_dict(kwargs))
+            return lambda *given, **rest: made(*_abstract(given), **_abstract(rest))
+        wanted = "a function of this process"
+        got = f"{self.__name__}, which runs on other processes"
+        fix = "apply it inside of the mapped function, or to one over a simulated mesh"
+        title = f"{getattr(fn, '__name__', 'this')} cannot transform a function on a started mesh"
+        return refuse(title, "fn", got, wanted, fix, TypeError)
+
+
+def _local(args: Iterable[Any]) -> tuple:
+    """Arguments with simulated meshes, and functions over these, in place of started ones."""
+    return tuple(
+        x.mesh if isinstance(x, StartedMesh) else x.twin if isinstance(x, RemoteFunction) else x
+        for x in args
+    )
+
+
+def _local_dict(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip(kwargs, _local(kwargs.values()), strict=True))
+
+
+def _abstract(given: Any) -> Any:
+    """Meta tensors in place of handles."""
+    return tree.map(lambda x: _meta(x._kind) if isinstance(x, Handle) else x, given)
+
+
+def _meta(kind: Kind) -> torch.Tensor:
+    return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
+
+
+_MAPPED = (shard_map, make_step, map_step, partition)
+"""Functions that return a function over a mesh."""
+
+
+class StartedMesh(NamedAxes):
+    """A mesh whose ranks are processes that this one has started; see `functron.Mesh.start`.
+
+    Attributes:
+        mesh: names and sizes of its axes.
+    """
+
+    def __init__(self, mesh: Mesh, device: str, hosts: Hosts, timeout_seconds: float):
+        self.mesh = mesh
+        self._processes = Processes(mesh.axes, device, hosts, timeout_seconds, _write)
+        self._free: deque = deque()
+        self._kinds: dict[Any, Kind] = {}
+        self._layouts: list[dict[int, tuple[Any, tuple[TensorMeta, ...]]]] = [
+            {} for _ in range(mesh.size)
+        ]
+        self._blobs: dict[bytes, bytes] = {}
+        self._structures: dict[bytes, int] = {}
+        self._pending: list[tuple[str, tuple]] = []
+        self._numbers = 0
+        self._known: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._closed = ""
+        self._end = weakref.finalize(self, self._processes.close)
+        try:
+            self._processes.start(range(mesh.size))
+            self._join(range(mesh.size))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> StartedMesh:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the ranks; their values are lost."""
+        self._closed = self._closed or "it was closed"
+        self._end()
+
+    def __repr__(self) -> str:
+        text = f"StartedMesh({self.mesh}) on {self.device}"
+        dead = [rank.number for rank in self._processes.ranks if rank.died]
+        if self._closed or not dead:
+            return f"{text}, closed" if self._closed else f"{text}, {self.size} processes"
+        return f"{text}, {list_ranks(dead)} died"
+
+    __str__ = __repr__
+
+    @property
+    def device(self) -> str:
+        """Where the ranks compute: "cpu" or "cuda"."""
+        return self._processes.device
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of each rank on this machine."""
+        ranks = self._processes.ranks
+        return [rank.process.pid for rank in ranks if rank.process is not None]
+
+    def __functron_call__(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
+        """The result of a function of the library for this mesh in place of a simulated one."""
+        if fn in _MAPPED:
+            twin = fn(*_local(args), **_local_dict(kwargs))
+            return RemoteFunction(self, fn, args, kwargs, twin=twin)
+        given = inspect.signature(fn).bind(*args, **kwargs).arguments
+        if fn is shard:
+            return self._shard(given["value"], given["specs"])
+        if fn is gather:
+            return self._gather(given["value"])
+        if fn is init_params:
+            specs = given.get("specs")
+            return self._place(fn, args, kwargs, P() if specs is None else specs)
+        if fn is init_state:
+            return self._place(fn, args, kwargs, state_specs(given["specs"], given["optimizer"]))
+        return fn(*_local(args), **_local_dict(kwargs))
+
+    @public
+    def run(
+        self, function: Callable, *args: Any, specs: tree.Tree = _WHOLE, stages: str | None = None
+    ) -> Any:
+        """``function(*args)`` on each rank, with its own shards, and a bound mesh for this one.
+
+        Args:
+            function: of what each rank has; it may use torch.distributed, files and devices.
+            args: trees; handles are each rank's shards, a started mesh the bound one.
+            specs: a prefix tree: how the tensors of the results are parts of whole ones.
+            stages: the axis of a pipeline whose ranks hold different parts of the results.
+        """
+        return self._place(function, args, {}, specs, stages)
+
+    @public
+    def build(
+        self, make: Callable, *args: Any, in_specs: tree.Tree, out_specs: tree.Tree,
+        stages: str | None = None,
+    ) -> RemoteFunction:  # fmt: skip
+        """The function that ``make(*args)`` returns on each rank, which may differ among them.
+
+        For what is made of a rank's place, such as the step of a pipeline's stages:
+
+        >>> def make(mesh):
+        ...     defs = partition.local_defs(gpt.defs(config), mesh.coordinate["pp"])
+        ...     return ft.make_step(ft.pipeline.gradients(stages, num_targets), ..., mesh, ...)
+        >>> specs = {"in_specs": (P(), P(ft.DATA_AXES)), "out_specs": P()}
+        >>> step = mesh.build(make, mesh, **specs, stages="pp")
+
+        Args:
+            make: called once on each rank.
+            args: of `make`; as in `run`.
+            in_specs, out_specs: prefix trees of the function's arguments and results.
+            stages: the axis of a pipeline, whose ranks hold different parts of them.
+        """
+        specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
+        return RemoteFunction(self, make, args, {}, stages=stages, **specs)
+
+    @public
+    def batches(self, function: Callable[[int], tree.Tree]) -> Callable[[int], Deferred]:
+        """The batches of a function of a step's number, which ranks call: nothing is sent.
+
+        Each rank makes the whole batch and takes its shard: ``train.loop(step, state,
+        mesh.batches(batch_at), steps=100)``.
+        """
+        made = RemoteFunction(self, functools.partial, (function,), {})
+        return lambda *args: Deferred(made, args)
+
+    @public
+    def memory(self) -> list[dict[str, int]]:
+        """Of each rank that runs: ``num_values``, ``held_bytes`` of them, and ``taken_bytes``.
+
+        The last are all that torch has taken of its GPU; 0 on CPUs.
+        """
+        answers = self._ask([("memory", ())])
+        return [answers[number][0].value for number in sorted(answers)]
+
+    @public
+    def restart(self) -> list[Handle]:
+        """Start the ranks that died again; the handles whose values are lost with them.
+
+        A value of which another rank has the same part comes back from there; see `Handle.spec`.
+        """
+        processes = self._processes
+        processes.find_dead()
+        dead = [rank.number for rank in processes.ranks if rank.died]
+        if not dead:
+            return []
+        self._refuse_closed(among_living=True)
+        lost, moved = [], []
+        for handle in [h for h in list(self._known) if not h._fate]:
+            sources = {number: self._twin_of(handle, number, dead) for number in dead}
+            if any(source is None for source in sources.values()):
+                handle._fate = f"died with {list_ranks(dead)}; fix: make it again"
+                self._free.append(handle._number)
+                lost.append(handle)
+            else:
+                moved.append((handle, sources))
+        parts: dict[int, dict[int, Packed]] = {number: {} for number in dead}
+        for handle, sources in moved:
+            for number, source in sources.items():
+                parts[number].update(self._fetch_from(source, [handle._number]))
+        processes.start(dead)
+        for number in dead:
+            self._layouts[number] = {}
+        self._join(range(self.size))
+        again = [("define", item) for item in self._blobs.items()]
+        again += [("structure", (n, blob)) for blob, n in self._structures.items()]
+        for number in dead:
+            self._ask([*again, ("put", (parts[number],))], [number])
+        if lost:
+            rows = "".join(f"\n  {handle!r}" for handle in lost[:8])
+            more = f"\n  and {len(lost) - 8} more" if lost[8:] else ""
+            _write(f"{list_ranks(dead)} died with {len(lost)} values:{rows}{more}\n", True)
+        return lost
+
+    def _twin_of(self, handle: Handle, number: int, dead: Sequence[int]) -> int | None:
+        """A living rank that holds the same part of a value as a dead one."""
+        if handle._kind.local is not None:
+            return None
+        split = set(sharding.spec_axes(handle.spec))
+        here = self.mesh.coordinate(number)
+        for other in range(self.size):
+            there = self.mesh.coordinate(other)
+            if other not in dead and all(here[a] == there[a] for a in here if a in split):
+                return other
+        return None
+
+    def _join(self, numbers: Collection[int]) -> None:
+        self._processes.generation += 1
+        request = [("join", (self._processes.generation,))]
+        answers = self._processes.ask(dict.fromkeys(numbers, request), interruptible=False)
+        self._raise_failures("joining the ranks", answers, numbers)
+
+    def _refuse_closed(self, *, among_living: bool = False) -> None:
+        if self._closed:
+            raise RankError(f"{self!r}: {self._closed}; fix: start another: mesh.start()")
+        self._processes.find_dead()
+        dead = [rank for rank in self._processes.ranks if rank.died]
+        if dead and not among_living:
+            ends = ", ".join(f"rank {rank.number} ({rank.died})" for rank in dead)
+            fix = f"{_RESTART}, which brings back what other ranks have, and names what is lost"
+            raise RankError(f"{ends} died; wanted all ranks of {self.mesh}; fix: {fix}")
+
+    def _ask(
+        self, requests: Sequence, numbers: Iterable[int] | None = None
+    ) -> dict[int, list[Answer]]:
+        """Ask ranks for what needs no others; raises what they raise."""
+        self._refuse_closed(among_living=True)
+        living = [rank.number for rank in self._processes.living]
+        wanted = living if numbers is None else [n for n in numbers if n in living]
+        answers = self._processes.ask(
+            dict.fromkeys(wanted, requests), self._freed(), interruptible=False
+        )
+        self._raise_failures("a request", answers, wanted)
+        return answers
+
+    def _freed(self) -> list[int]:
+        freed = []
+        while self._free:
+            number = self._free.popleft()
+            freed.extend(number.values() if isinstance(number, dict) else [number])
+        return freed
+
+    def _fetch_from(self, rank: int, numbers: Sequence[int]) -> dict[int, Packed]:
+        answers = self._ask([("fetch", (numbers,))], [rank])
+        if rank not in answers:
+            raise RankError(f"rank {rank} died; fix: {_RESTART}")
+        return answers[rank][0].value
+
+    def _fetch(self, handles: Sequence[Handle]) -> list[torch.Tensor]:
+        """The whole values, each part from one rank that has it."""
+        wanted: dict[int, list[int]] = {}
+        places: list[dict[tuple, int]] = []
+        living = {rank.number for rank in self._processes.living}
+        for handle in handles:
+            handle._check()
+            if handle._ranks is not self:
+                raise ValueError("a handle of another started mesh; fix: fetch it there")
+            if len(handle._kind.local or ()) > 1:
+                refuse("cannot fetch a value", "handle", f"{handle!r}, of a pipeline's stages",
+                       "a value that every rank has a part of",
+                       "collect it on the ranks: mesh.run(ft.pipeline.collect, ...)")  # fmt: skip
+            parts: dict[tuple, int] = {}
+            for rank in sorted(living.intersection(handle._kind.local or living)):
+                at = sharding.offsets(
+                    handle.shape, handle.spec, self.mesh, self.mesh.coordinate(rank)
+                )
+                parts.setdefault(at, rank)
+            places.append(parts)
+            for rank in parts.values():
+                wanted.setdefault(rank, []).append(_for_rank(handle._number, rank))
+        found = {rank: self._fetch_from(rank, numbers) for rank, numbers in wanted.items()}
+        out = []
+        for handle, parts in zip(handles, places, strict=True):
+            local = sharding.local_shape(handle.shape, handle.spec, self.mesh)
+            if len(parts) * torch.Size(local).numel() < handle.numel():
+                raise RankError(f"a part of {handle.spec} died with its rank; fix: {_RESTART}")
+            whole = torch.empty(handle.shape, dtype=handle.dtype)
+            for at, rank in parts.items():
+                region = tuple(slice(a, a + n) for a, n in zip(at, local, strict=True))
+                whole[region] = found[rank][_for_rank(handle._number, rank)].tensor()
+            out.append(whole)
+        return out
+
+    def _gather(self, value: tree.Tree) -> tree.Tree:
+        leaves, structure = tree.flatten(value)
+        handles = [leaf for leaf in leaves if isinstance(leaf, Handle)]
+        found = iter(self._fetch(handles))
+        out = [next(found) if isinstance(leaf, Handle) else leaf for leaf in leaves]
+        return tree.unflatten(structure, out)
+
+    def _shard(self, value: tree.Tree, specs: tree.Tree) -> tree.Tree:
+        flat = sharding.validate(value, specs, self.mesh)
+        leaves, structure = tree.flatten(value)
+        puts: list[dict[int, Packed]] = [{} for _ in range(self.size)]
+        out = []
+        for leaf, spec in zip(leaves, flat, strict=True):
+            if not isinstance(leaf, torch.Tensor) or spec is None:
+                out.append(leaf)
+                continue
+            number = self._number(1)
+            for rank, packed in enumerate(self._cut(leaf, spec)):
+                puts[rank][number] = packed
+            out.append(self._handle(self._kind(leaf.shape, leaf.dtype, spec), number))
+        self._refuse_closed()
+        requests = {rank: [("put", (values,))] for rank, values in enumerate(puts)}
+        answers = self._processes.ask(requests, self._freed(), interruptible=False)
+        self._raise_failures("shard", answers, requests)
+        return tree.unflatten(structure, out)
+
+    def _cut(self, value: torch.Tensor, spec: P) -> list[Packed]:
+        """The shards of a tensor, in the order of ranks."""
+        if not sharding.spec_axes(spec):
+            return [Packed.of(value)] * self.size
+        made: dict[tuple, Packed] = {}
+        out = []
+        for rank in range(self.size):
+            place = self.mesh.coordinate(rank)
+            at = sharding.offsets(value.shape, spec, self.mesh, place)
+            if at not in made:
+                made[at] = Packed.of(sharding.shard(value, spec, self.mesh, place).clone())
+            out.append(made[at])
+        return out
+
+    def _number(self, count: int) -> int:
+        self._numbers += count
+        return self._numbers - count
+
+    def _kind(
+        self, shape: Sequence[int], dtype: torch.dtype, spec: P, device: str = "", local: Any = None
+    ) -> Kind:
+        key = tuple(shape), dtype, spec, device or self.device, local and tuple(local.items())
+        if key not in self._kinds:
+            self._kinds[key] = Kind(*key[:4], local)
+        return self._kinds[key]
+
+    def _handle(self, kind: Kind, number: int | dict, scalar: Any = None) -> Handle:
+        made = Handle(self, kind, number, scalar)
+        self._known.add(made)
+        return made
+
+    def _place(
+        self, fn: Callable, args: tuple, kwargs: Mapping[str, Any], specs: Any,
+        stages: str | None = None,
+    ) -> Any:  # fmt: skip
+        """``fn(*args, **kwargs)`` on each rank: tensors are parts of whole ones by `specs`."""
+        made = RemoteFunction(
+            self, functools.partial, (fn, *args), kwargs, out_specs=specs, stages=stages
+        )
+        try:
+            return self._call(made, ())
+        finally:
+            if made._sent is not None:
+                self._forget(made._sent[0])
+
+    def _forget(self, key: bytes) -> None:
+        self._blobs.pop(key, None)
+        if not self._closed:
+            self._ask([("forget", ([key],))])
+
+    def _define(self, function: RemoteFunction) -> bytes:
+        """The key of a function as it is now, which the ranks are told with the next call."""
+        if function._sent is not None and not any(seen.changed() for seen in function._sent[1]):
+            return function._sent[0]
+
+        def refer(obj: Any) -> Any:
+            if obj is self:
+                return "mesh", None
+            if isinstance(obj, Handle):
+                obj._check()
+                return "value", obj._number
+            if isinstance(obj, RemoteFunction):
+                return "function", self._define(obj)
+            if isinstance(obj, StartedMesh):
+                raise ValueError(f"{obj!r} is used by a function on {self!r}; wanted one of them")
+            return None
+
+        blob, shipper = dump(function._recipe, refer)
+        key = hashlib.sha256(blob).digest()[:16]
+        if shipper.tensor_bytes > 1 << 20 and key not in self._blobs:
+            size = f"{shipper.tensor_bytes / 2**20:.1f} MiB"
+            _write(
+                f"{function.__name__} closes over tensors of {size}, which each rank gets\n", True
+            )
+        if key not in self._blobs:
+            self._blobs[key] = blob
+            self._pending.append(("define", (key, blob)))
+        function._sent = key, shipper.seen
+        return key
+
+    def _plan(self, function: RemoteFunction, args: tuple) -> tuple[_Plan, list]:
+        """How arguments like these are sent, and their leaves."""
+        leaves, structure = tree.flatten(args)
+        kinds = tuple(_kind_of(leaf) for leaf in leaves)
+        plan = function._plans.get((structure, kinds))
+        if plan is not None:
+            return plan, leaves
+        function.find_out_specs(args)
+        specs, paths, moves = self._bind_specs(function, args), tree.paths(args), {}
+        for index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+            if isinstance(leaf, Handle) and isinstance(spec, P) and leaf._kind.local is None:
+                ndim = leaf.ndim
+                if sharding.dim_axes(leaf.spec, ndim) != sharding.dim_axes(spec, ndim):
+                    moves[index] = leaf.spec, spec
+        consumed = frozenset(
+            i for i, path in enumerate(paths) if int(path.partition("/")[0]) in function.donate
+        )
+        slots = tree.unflatten(structure, [ResultSlot(i) for i in range(len(leaves))])
+        blob = dump(slots, lambda obj: None)[0]
+        if blob not in self._structures:
+            self._pending.append(("structure", (len(self._structures), blob)))
+        number = self._structures.setdefault(blob, len(self._structures))
+        plan = function._plans[structure, kinds] = _Plan(number, specs, moves, consumed, paths)
+        return plan, leaves
+
+    def _bind_specs(self, function: RemoteFunction, args: tuple) -> list:
+        """A spec for each leaf of the arguments; for one that ranks make, its prefix tree."""
+        if isinstance(function.in_specs, P):
+            prefix: tuple = (function.in_specs,) * len(args)
+        else:
+            prefix = tuple(function.in_specs)
+        if len(prefix) != len(args):
+            raise ValueError(
+                f"{function.__name__}: got {len(args)} arguments; wanted {len(prefix)}"
+            )
+        specs = []
+        mapped = function._mapped
+        if mapped is not None and not any(isinstance(a, Deferred) for a in args):
+            # sizes are checked as a simulated mesh checks them
+            return list(mapped._flatten(_abstract(args))[2])
+        for arg, each in zip(args, prefix, strict=True):
+            if isinstance(arg, Deferred):
+                specs.append(each)
+            else:
+                specs += tree.broadcast_prefix(each, arg, is_leaf=is_spec, what="in_specs")
+        return specs
+
+    def _call(self, function: RemoteFunction, args: tuple) -> Any:
+        """Call a function on all ranks."""
+        name = function.__name__
+        self._refuse_closed()
+        if compat.transforms_active():
+            raise ValueError(f"{name}: got a function on a started mesh under a transform of "
+                             "torch.func; fix: transform the function that is mapped")  # fmt: skip
+        key = self._define(function)
+        plan, leaves = self._plan(function, args)
+        sent = [self._encode(name, plan, i, leaf) for i, leaf in enumerate(leaves)]
+        consumed = [leaves[i] for i in sorted(plan.consumed) if isinstance(leaves[i], Handle)]
+        first = self._numbers
+        calls = {}
+        same = not any(isinstance(leaf, list | dict) for leaf in sent)
+        for rank in range(self.size):
+            if not same or rank == 0:
+                mine = [_for_rank(leaf, rank) for leaf in sent]
+                gone = [_for_rank(handle._number, rank) for handle in consumed]
+                call = Call(key, plan.arguments, mine, plan.moves, gone, first)
+            calls[rank] = [*self._pending, ("call", (call,))]
+        try:
+            answers = self._processes.ask(calls, self._freed())
+            self._pending = []
+        except InterruptedCallError as interrupt:
+            if not interrupt.sent:
+                raise KeyboardInterrupt(f"{name} was not called") from None
+            self._pending = []
+            self._abandon(name, interrupt.answers, consumed, first, "Ctrl-C")
+            error = KeyboardInterrupt(f"{name} was interrupted on all ranks")
+            if interrupt.busy:
+                error.add_note(f"{list_ranks(interrupt.busy)} could not be interrupted: the next "
+                               "call waits for it")  # fmt: skip
+            raise error from None
+        failed = len(answers) < self.size or any(a[-1].failure for a in answers.values())
+        self._show_warnings(answers)
+        if failed:
+            self._abandon(name, answers, consumed, first, "an error")
+            self._raise_failures(name, answers, calls)
+        for handle in consumed:
+            handle._fate = (
+                f"was donated to {name}; fix: use the result in its place, or donate a clone"
+            )
+        return self._results_of(function, {n: a[-1].value for n, a in answers.items()}, first)
+
+    def _encode(self, name: str, plan: _Plan, index: int, leaf: Any) -> Any:
+        """A leaf as it is sent: a list of one for each rank, or the same for all."""
+        if isinstance(leaf, Handle):
+            if leaf._fate:
+                raise ValueError(
+                    f"{name}: argument {plan.paths[index]}: got a value that {leaf._fate}"
+                )
+            if leaf._ranks is not self:
+                raise ValueError(f"{name}: argument {plan.paths[index]} is of another started mesh")
+            return leaf._number
+        spec = plan.specs[index]
+        if isinstance(leaf, Deferred):
+            return "made", self._define(leaf.function), leaf.args, spec
+        if isinstance(leaf, torch.Tensor) and spec is not None:
+            if leaf.requires_grad and torch.is_grad_enabled():
+                fix = "detach it, or compute gradients inside of the function"
+                what = f"{name}: argument {plan.paths[index]} requires gradients, which end here"
+                raise ValueError(f"{what}; fix: {fix}")
+            return self._cut(leaf, spec)
+        return "as it is", leaf
+
+    def _abandon(
+        self,
+        name: str,
+        answers: dict[int, list[Answer]],
+        consumed: Sequence[Handle],
+        first: int,
+        why: str,
+    ) -> None:
+        """Make the ranks and handles consistent again after a call that did not end everywhere."""
+        ends = {number: found[-1] for number, found in answers.items()}
+        failures = {number: end.failure for number, end in ends.items() if end.failure}
+        done = [number for number, end in ends.items() if end.failure is None]
+        begun = len(ends) < self.size or bool(done)
+        for handle in consumed:
+            numbers = handle._number
+            gone = begun or any(
+                _for_rank(numbers, rank) in failure.gone for rank, failure in failures.items()
+            )
+            if gone:
+                handle._fate = f"was being updated when {name} was ended by {why}; fix: go on from "
+                handle._fate += "the newest checkpoint, or from a new state"
+                self._free.append(numbers)
+        for number in done:
+            kept = ends[number].value
+            if isinstance(kept, KeptResults):
+                _, metas = self._layout(number, kept)
+                self._number(max(0, first + len(metas) - self._numbers))
+                self._free.extend(range(first, first + len(metas)))
+        apart = bool(done) or any(failure.closed for failure in failures.values())
+        if apart and len(ends) == self.size:
+            self._join(range(self.size))
+
+    def _layout(self, rank: int, kept: KeptResults) -> tuple[Any, tuple[TensorMeta, ...]]:
+        known = self._layouts[rank]
+        if kept.new is not None:
+            known[kept.layout] = load(kept.new[0], _no_object), kept.new[1]
+        return known[kept.layout]
+
+    def _results_of(
+        self, function: RemoteFunction, kept: dict[int, KeptResults], first: int
+    ) -> Any:
+        """The results of a call, with handles in the place of tensors."""
+        layouts = {rank: self._layout(rank, each) for rank, each in sorted(kept.items())}
+        shown, metas = layouts[0]
+        most = max(len(each) for _, each in layouts.values())
+        self._number(most)
+        key = kept[0].layout
+        if function.by_stage or any(each[1] != metas for each in layouts.values()):
+            return self._results_by_stage(function, layouts, first)
+        found = function._results.get(key)
+        if found is None:
+            flat = tree.broadcast_prefix(
+                function.out_specs, shown, is_leaf=is_spec, what="out_specs"
+            )
+            leaves, structure = tree.flatten(shown, is_leaf=_is_slot)
+            rows: list[Any] = []
+            for leaf, spec in zip(leaves, flat, strict=True):
+                if isinstance(leaf, ResultSlot):
+                    meta = metas[leaf.index]
+                    spec = spec if isinstance(spec, P) else P()
+                    shape = sharding.global_shape(meta.shape, spec, self.mesh)
+                    leaf = leaf.index, self._kind(shape, meta.dtype, spec, meta.device)
+                rows.append(leaf)
+            found = function._results[key] = rows, structure
+        numbers = kept[0].numbers
+        out = [
+            self._handle(row[1], first + row[0], numbers.get(row[0]))
+            if type(row) is tuple and len(row) == 2 and type(row[1]) is Kind
+            else row
+            for row in found[0]
+        ]
+        return tree.unflatten(found[1], out)
+
+    def _results_by_stage(self, function: RemoteFunction, layouts: dict, first: int) -> Any:
+        """Results of which ranks hold different parts, as those of a pipeline's stages."""
+        paths: dict[str, dict[int, tuple[int, TensorMeta]]] = {}
+        for rank, (shown, metas) in layouts.items():
+            for path, leaf in zip(
+                tree.paths(shown, _is_slot), tree.leaves(shown, _is_slot), strict=True
+            ):
+                if isinstance(leaf, ResultSlot):
+                    paths.setdefault(path, {})[rank] = first + leaf.index, metas[leaf.index]
+        whole = functools.reduce(_merge_trees, (shown for shown, _ in layouts.values()))
+        flat = tree.broadcast_prefix(function.out_specs, whole, is_leaf=is_spec, what="out_specs")
+        leaves, structure = tree.flatten(whole, is_leaf=_is_slot)
+        out = []
+        rows = zip(tree.paths(whole, _is_slot), leaves, flat, strict=True)
+        for path, leaf, spec in rows:
+            held = paths.get(path)
+            if held is None:
+                out.append(leaf)
+                continue
+            spec = spec if isinstance(spec, P) else P()
+            numbers = {rank: number for rank, (number, _) in held.items()}
+            shapes = {rank: meta.shape for rank, (_, meta) in held.items()}
+            _, meta = next(iter(held.values()))
+            shape = sharding.global_shape(meta.shape, spec, self.mesh)
+            kind = self._kind(shape, meta.dtype, spec, meta.device, shapes if shape else None)
+            out.append(self._handle(kind, numbers))
+        return tree.unflatten(structure, out)
+
+    def _show_warnings(self, answers: dict[int, list[Answer]]) -> None:
+        found: dict[tuple, list[int]] = {}
+        for number, each in answers.items():
+            for warned in each[-1].warned:
+                found.setdefault(warned, []).append(number)
+        for (category, text, file, line), numbers in found.items():
+            name = "" if len(numbers) == self.size else f"[{list_ranks(numbers)}] "
+            warnings.warn_explicit(f"{name}{text}", category, file, line)
+
+    def _raise_failures(
+        self, name: str, answers: dict[int, list[Answer]], asked: Collection[int]
+    ) -> None:
+        """Raise what ranks raised: one error, with the ranks and the line that it is about."""
+        asked = set(asked)
+        failures = {n: a[-1].failure for n, a in sorted(answers.items()) if a[-1].failure}
+        dead = [r for r in self._processes.ranks if r.died and r.number in asked - answers.keys()]
+        if dead:
+            ends = ", ".join(f"rank {rank.number} died ({rank.died})" for rank in dead)
+            error: BaseException = RankError(f"{ends} in {name}; the others live; fix: {_RESTART}")
+            _add_places(error, failures)
+            raise error
+        if not failures:
+            return
+        own = {n: f for n, f in failures.items() if f.kind not in _FOLLOWS}
+        number, failure = next(iter((own or failures).items()))
+        error = _error_of(failure)
+        same = [n for n, f in failures.items() if (f.kind, f.text) == (failure.kind, failure.text)]
+        if self.size > 1:
+            everywhere = "all ranks" if len(same) == self.size else list_ranks(same)
+            error.add_note(f"raised on {everywhere} in {name}")
+        _add_places(error, {number: failure})
+        raise error
+
+
+def _for_rank(leaf: Any, rank: int) -> Any:
+    if isinstance(leaf, list):
+        return leaf[rank]
+    return leaf.get(rank, -1) if isinstance(leaf, dict) else leaf
+
+
+def _kind_of(leaf: Any) -> Any:
+    """The part of a leaf that a plan depends on."""
+    if isinstance(leaf, Handle):
+        return leaf._kind
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype
+    return type(leaf)
+
+
+def _is_slot(leaf: Any) -> bool:
+    return isinstance(leaf, ResultSlot)
+
+
+def _no_object(name: Any) -> Any:
+    raise AssertionError(name)
+
+
+def _merge_trees(first: Any, second: Any) -> Any:
+    """Two trees of which dicts may lack entries of the other."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        both = {**second, **first}
+        return {k: _merge_trees(first.get(k, v), second.get(k, v)) for k, v in both.items()}
+    if isinstance(first, tuple) and hasattr(first, "_fields") and not isinstance(first, ResultSlot):
+        return type(first)(*map(_merge_trees, first, second))
+    if type(first) in (list, tuple) and len(first) == len(second):
+        made: Any = type(first)
+        return made(map(_merge_trees, first, second))
+    return second if first is None else first
+
+
+def _error_of(failure: Failure) -> BaseException:
+    if failure.error:
+        try:
+            error = load(failure.error, _no_object)
+        except Exception:  # of a class that cannot be made here
+            error = None
+        if isinstance(error, BaseException) and not isinstance(
+            error, KeyboardInterrupt | SystemExit
+        ):
+            return error
+    return RankError(f"{failure.kind}: {failure.text}")
+
+
+def _add_places(error: BaseException, failures: Mapping[int, Failure]) -> None:
+    """Add the user's lines of where ranks failed."""
+    for number, failure in failures.items():
+        own = [frame for frame in failure.frames if frame.own] or list(failure.frames[-1:])
+        lines = [f"on rank {number}:"]
+        for frame in own[-4:]:
+            lines.append(f"  {frame.file}:{frame.number}, in {frame.name}")
+            if source := linecache.getline(frame.file, frame.number).strip():
+                lines.append(f"    {source}")
+        if own:
+            error.add_note("\n".join(lines))
+
+
+def _write(text: str, is_error: bool) -> None:
+    stream = sys.stderr if is_error else sys.stdout
+    stream.write(text)
+    stream.flush()
+
+
+def start(
+    mesh: Mesh,
+    device: str = "auto",
+    *,
+    hosts: str = "",
+    num_local: int | None = None,
+    token: str = "",
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+) -> StartedMesh:
+    """Start a process for each rank of a mesh; see `functron.Mesh.start`.
+
+    Args:
+        mesh: names and sizes of axes.
+        device: "auto", "cpu" or "cuda".
+        hosts: an address of this machine, "host:port", where ranks of other hosts join, which
+            torchrun starts there: ``FUNCTRON_TOKEN=... torchrun --nproc-per-node 4 -m functron join
+            host:port``. What comes over these connections is run: use an address of a network of
+            your own. Empty: all ranks run on this machine, and no other one reaches it.
+        num_local: how many ranks run on this machine, the first ones; None: all.
+        token: the word that processes of other hosts must have; empty: a new one, which is shown.
+        timeout_seconds: after which a collective gives up on ranks that do not come to it.
+
+    Raises:
+        ValueError: no such device or address; or cloudpickle is not installed.
+        RuntimeError: a process did not start, or did not come.
+    """
+    require_cloudpickle()
+    here = mesh.size if num_local is None else num_local
+    found = []
+    if device not in ("auto", "cpu", "cuda"):
+        found.append(Problem("device", repr(device), '"auto", "cpu" or "cuda"'))
+    if not 0 <= here <= mesh.size:
+        found.append(Problem("num_local", str(here), f"from 0 to {mesh.size} ranks"))
+    elif (here < mesh.size) != bool(hosts):
+        got, wanted = (
+            f"{here} of {mesh.size} ranks here, hosts={hosts!r}",
+            "an address for the rest",
+        )
+        found.append(Problem("num_local", got, wanted, "give both, or neither"))
+    if hosts and not (hosts.rpartition(":")[0] and hosts.rpartition(":")[2].isdecimal()):
+        found.append(Problem("hosts", repr(hosts), 'an address such as "10.0.0.1:29400"'))
+    raise_problems("cannot start the ranks", found)
+    return StartedMesh(mesh, device, Hosts(hosts, here, token), timeout_seconds)

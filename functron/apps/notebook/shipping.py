@@ -1,0 +1,267 @@
+"""Functions, classes and values on their way from a notebook to its ranks, by value.
+
+A function of a notebook, or of a module of the user's, goes to the ranks as it is now: its code,
+and the values of the globals and variables that it uses. So ranks never run an older version of a
+file than the notebook does. What is installed (in ``site-packages``, and this library) is imported
+there by its name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import marshal
+import pickle
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from functron.core.errors import is_library, refuse
+
+try:
+    import cloudpickle as _cloudpickle
+except ModuleNotFoundError:  # an extra
+    _cloudpickle = None
+
+cloudpickle: Any = _cloudpickle
+_Pickler: Any = pickle.Pickler if cloudpickle is None else cloudpickle.Pickler
+
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_MANY_BYTES = 1 << 16  # of a value whose changes are not looked for
+
+
+def require_cloudpickle() -> None:
+    """Raise ValueError where cloudpickle is not installed."""
+    if cloudpickle is None:
+        wanted, fix = "it, to send functions to the ranks", 'pip install "functron[notebooks]"'
+        refuse("cannot start the ranks", "cloudpickle", "not installed", wanted, fix)
+
+
+class Packed(NamedTuple):
+    """A tensor's numbers on the way between processes."""
+
+    numbers: np.ndarray
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Packed:
+        """A copy of the numbers of a tensor of any device."""
+        plain = tensor.detach().cpu().contiguous()
+        numbers = plain.reshape(-1).view(torch.uint8) if plain.numel() else plain.new_empty(0)
+        return cls(numbers.numpy(), plain.dtype, tuple(plain.shape))
+
+    def tensor(self) -> torch.Tensor:
+        """A tensor with memory of its own."""
+        if not self.numbers.size:
+            return torch.empty(self.shape, dtype=self.dtype)
+        writable = self.numbers if self.numbers.flags.writeable else self.numbers.copy()
+        return torch.from_numpy(writable).view(self.dtype).reshape(self.shape)
+
+
+class UsedValue(NamedTuple):
+    """A value that a function uses: where it was found, and what it was.
+
+    Attributes:
+        read: returns it as it is now.
+        value: what was found.
+        state: of a value that may be changed in place; None: it cannot, or is too large to look.
+    """
+
+    read: Callable[[], Any]
+    value: Any
+    state: Any
+
+    def changed(self) -> bool:
+        """Whether another value, or another state of it, is there now."""
+        try:
+            value = self.read()
+        except (KeyError, ValueError):  # deleted
+            return True
+        return value is not self.value or _state(value) != self.state
+
+
+_FIXED = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type, str,
+    int, float, bool, complex, bytes, type(None), torch.dtype, torch.device,
+)  # fmt: skip
+
+
+def _state(value: Any) -> Any:
+    """Something that is another one after a value was changed in place."""
+    if isinstance(value, _FIXED) or hasattr(type(value), "__functron_call__"):
+        return None
+    if isinstance(value, torch.Tensor):
+        return None if value.is_inference() else value._version
+    try:
+        if isinstance(value, (list, dict, set)) and len(value) > _MANY_BYTES // 8:
+            return len(value)
+        text = pickle.dumps(value)
+    except Exception:  # of many kinds of objects; those are told apart by identity alone
+        return None
+    return hash(text) if len(text) < _MANY_BYTES else len(text)
+
+
+class Shipper(_Pickler):
+    """Pickles a value for the ranks.
+
+    Args:
+        refer: the name by which the ranks know an object already; None: it is pickled.
+
+    Attributes:
+        seen: what functions use that were pickled by value.
+        tensor_bytes: of tensors that functions close over.
+    """
+
+    def __init__(self, file: Any, refer: Callable[[Any], Any]):
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._refer = refer
+        self.seen: list[UsedValue] = []
+        self.tensor_bytes = 0
+
+    def persistent_id(self, obj: Any) -> Any:
+        """The name of an object that the ranks have; None: it is pickled."""
+        if isinstance(obj, torch.Tensor) and obj.is_meta:
+            return "meta", tuple(obj.shape), obj.dtype
+        if isinstance(obj, torch.Tensor) and type(obj) in (torch.Tensor, torch.nn.Parameter):
+            self.tensor_bytes += obj.nbytes
+            wants = obj.requires_grad and type(obj) is torch.nn.Parameter
+            return "tensor", Packed.of(obj), wants
+        return self._refer(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How to pickle functions, classes and modules; NotImplemented: by name."""
+        if isinstance(obj, types.CodeType):  # with the names of files, for tracebacks
+            return marshal.loads, (marshal.dumps(obj),)
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            return importlib.import_module, (obj.__name__,)
+        made: Any = super().reducer_override(obj)
+        if made is NotImplemented or not isinstance(made, tuple):
+            return made
+        if isinstance(obj, types.FunctionType):
+            if is_library(obj.__globals__):
+                return _within_library(obj, made)
+            self.seen += _values_of(obj)
+        elif isinstance(obj, type):
+            self.seen += [
+                UsedValue(lambda name=name: vars(obj)[name], value, None)
+                for name, value in vars(obj).items()
+                if isinstance(value, types.FunctionType)
+            ]
+        elif isinstance(obj, types.ModuleType):
+            self.seen += _globals_of(vars(obj), [n for n in vars(obj) if not n.startswith("__")])
+        return made
+
+
+def _values_of(function: types.FunctionType) -> Iterator[UsedValue]:
+    """The globals and variables of enclosing functions that a function uses."""
+    yield from _globals_of(function.__globals__, set(_names(function.__code__)))
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+        yield UsedValue(lambda cell=cell: cell.cell_contents, value, _state(value))
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _globals_of(names: dict[str, Any], used: Collection[str]) -> Iterator[UsedValue]:
+    for name in sorted(used):
+        if name in names:
+            value = names[name]
+            yield UsedValue(lambda name=name: names[name], value, _state(value))
+
+
+class _Globals:
+    """The globals of a module, pickled by the module's name."""
+
+    def __init__(self, module: str):
+        self.module = module
+
+    def __reduce__(self) -> tuple:
+        return _find_globals, (self.module,)
+
+
+def _find_globals(module: str) -> dict[str, Any]:
+    return vars(importlib.import_module(module))
+
+
+def _within_library(function: types.FunctionType, made: tuple) -> tuple:
+    """The reduction of a function that a function of this library returned.
+
+    It keeps the globals of its module: copies of these would be other objects.
+    """
+    make, (code, _, *rest), (own, slots), *more = made
+    names = _Globals(function.__globals__["__name__"])
+    return make, (code, names, *rest), (own, {**slots, "__globals__": {}}), *more
+
+
+def own_modules() -> list[types.ModuleType]:
+    """The imported modules that are the user's own files, and not installed."""
+    found = {id(m): m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)}
+    return [m for m in found.values() if m.__name__ != "__main__" and _is_own(m)]
+
+
+def _is_own(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and not _is_installed(file)
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
+    """Whether a file is one of Python's, of a package that was installed, or of this library."""
+    path = Path(file).resolve()
+    if _INSTALLED & {*path.parts, *Path(file).parts}:
+        return True
+    folders = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    return any(path.is_relative_to(folder) for folder in [*folders, Path(__file__).parents[2]])
+
+
+def dump(value: Any, refer: Callable[[Any], Any]) -> tuple[bytes, Shipper]:
+    """`value` as bytes, and what was met on the way."""
+    file, taken = io.BytesIO(), cloudpickle.list_registry_pickle_by_value()
+    own = [module for module in own_modules() if module.__name__ not in taken]
+    shipper = Shipper(file, refer)
+    for module in own:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        shipper.dump(value)
+    finally:
+        for module in own:
+            cloudpickle.unregister_pickle_by_value(module)
+    return file.getvalue(), shipper
+
+
+class Receiver(pickle.Unpickler):
+    """Reads what `dump` wrote; `find` returns the object of a name."""
+
+    def __init__(self, data: bytes, find: Callable[[Any], Any]):
+        super().__init__(io.BytesIO(data))
+        self._find = find
+
+    def persistent_load(self, pid: Any) -> Any:
+        """The object of this name."""
+        if isinstance(pid, tuple) and pid[0] == "tensor":
+            found = pid[1].tensor()
+            return torch.nn.Parameter(found) if pid[2] else found
+        if pid[0] == "meta":
+            return torch.empty(pid[1], dtype=pid[2], device="meta")
+        return self._find(pid)
+
+
+def load(data: bytes, find: Callable[[Any], Any]) -> Any:
+    """The value that `dump` wrote."""
+    return Receiver(data, find).load()

@@ -1,0 +1,623 @@
+"""The program of a rank: it keeps values, and runs on them what a notebook asks for.
+
+A rank has two connections to the notebook. Over one come requests, which it answers in order. Over
+the other come questions while it runs: where it is, that it shall stop. A thread answers these; it
+also ends the process, and those that it started, when the notebook is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from functron.apps.notebook.shipping import Packed, dump, load
+from functron.core import compat, tree
+from functron.core.errors import is_library
+from functron.spmd import BoundMesh, Mesh, P, gather, shard
+from functron.spmd.donation import Donated, refuse_donated
+from functron.spmd.flight import FlightRecorder
+
+CONNECT_SECONDS = 300.0
+"""How long a process waits for the notebook to listen."""
+
+
+class WorkerPlace(NamedTuple):
+    """The place of a process among the ranks, as it is told.
+
+    Attributes:
+        rank: of the mesh.
+        local_rank, num_local: of those on this machine.
+        mesh: names and sizes of its axes.
+        device: "cpu" or "cuda".
+        timeout_seconds: of collectives.
+        store: where all ranks meet: a host and a port.
+    """
+
+    rank: int
+    local_rank: int
+    num_local: int
+    mesh: tuple[tuple[str, int], ...]
+    device: str
+    timeout_seconds: float
+    store: tuple[str, int]
+
+
+class Hello(NamedTuple):
+    """The first words of a process that connects.
+
+    Attributes:
+        number: of the rank, as the notebook has started it; of the process in torchrun's job, where
+            that has.
+        kind: of the connection: "requests" or "questions".
+        host: the name of its machine; "": that of the notebook.
+        local_rank, num_local: of those on this machine.
+        device: "cpu" or "cuda".
+        pid: of the process.
+    """
+
+    number: int
+    kind: str
+    host: str
+    local_rank: int
+    num_local: int
+    device: str
+    pid: int
+
+
+class Absent(NamedTuple):
+    """A value that this rank of a pipeline does not hold."""
+
+
+class ResultSlot(NamedTuple):
+    """The place of a tensor among the results of a call."""
+
+    index: int
+
+
+class TensorMeta(NamedTuple):
+    """The shape, dtype and device of a tensor that a rank holds."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+class KeptResults(NamedTuple):
+    """A description of the results that a rank keeps.
+
+    Attributes:
+        layout: the number of their structure, shapes and dtypes.
+        new: these, where they are new: the pickled structure with `ResultSlot`s, and a
+            `TensorMeta` each.
+        numbers: scalars of a CPU, by slot.
+    """
+
+    layout: int
+    new: tuple[bytes, tuple[TensorMeta, ...]] | None
+    numbers: dict[int, bool | int | float]
+
+
+class TracebackLine(NamedTuple):
+    """A line of a traceback."""
+
+    file: str
+    number: int
+    name: str
+    own: bool
+
+
+class Failure(NamedTuple):
+    """An exception that ended a request.
+
+    Attributes:
+        error: the exception, pickled; empty: it cannot be.
+        kind, text: its type's name and its words.
+        frames: of the traceback, the outermost first.
+        closed: why this rank left its groups; "": it did not.
+        gone: of the values that were given up, those that are lost.
+    """
+
+    error: bytes
+    kind: str
+    text: str
+    frames: tuple[TracebackLine, ...]
+    closed: str
+    gone: tuple[int, ...]
+
+
+class Answer(NamedTuple):
+    """The answer to a request: its value, or a failure; and what was warned of."""
+
+    value: Any = None
+    failure: Failure | None = None
+    warned: tuple[tuple[type[Warning], str, str, int], ...] = ()
+    seconds: float = 0.0
+
+
+class Call(NamedTuple):
+    """A call of a function that the rank has been sent.
+
+    Attributes:
+        function: its key.
+        arguments: the structure, by a key, with `ResultSlot`s for leaves; new ones come pickled.
+        leaves: for each slot the number of a value, a `Packed` shard, or anything else as it is.
+        moves: by slot: the specs that a value has, and that it shall have.
+        consumed: numbers of values that the function consumes.
+        first: the number of the first result.
+    """
+
+    function: bytes
+    arguments: int
+    leaves: list
+    moves: dict[int, tuple[P, P]]
+    consumed: list[int]
+    first: int
+
+
+@dataclass
+class Worker:
+    """A rank: its place in the mesh, its values and its functions.
+
+    Attributes:
+        values: by number.
+        functions: by key, as they came.
+        made: these, for the groups there are.
+        arguments: structures of arguments by number; as they came, until they are used.
+    """
+
+    place: WorkerPlace
+    store: dist.Store
+    generation: int = 0
+    bound: Any = None
+    values: dict[int, Any] = field(default_factory=dict)
+    functions: dict[bytes, bytes] = field(default_factory=dict)
+    made: dict[bytes, Any] = field(default_factory=dict)
+    arguments: dict[int, Any] = field(default_factory=dict)
+    layouts: dict[Any, int] = field(default_factory=dict)
+    num_layouts: int = 0
+    running: bool = False
+
+    def join(self, generation: int) -> None:
+        """Meet the other ranks, in groups of their own for each generation. Collective."""
+        place, self.generation = self.place, generation
+        self.num_layouts = self.num_layouts or generation << 32  # as others had, died and came back
+        self.made = {}
+        if self.bound is not None and not self.bound.membership.closed:
+            self.bound.leave("the groups are made anew")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        mesh, device = Mesh(**dict(place.mesh)), torch.device(place.device)
+        timeout = timedelta(seconds=place.timeout_seconds)
+        rest: dict[str, Any] = {"backend": "gloo"}
+        if place.device == "cuda":
+            device = torch.device("cuda", place.local_rank)
+            torch.cuda.set_device(device)
+            rest = {"backend": "nccl", "device_id": device}
+        store = dist.PrefixStore(f"generation/{generation}", self.store)
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            store=store, rank=place.rank, world_size=mesh.size, timeout=timeout, **rest
+        )
+        recorder = FlightRecorder(place.device)
+        self.bound = mesh.bind(place.device, place.timeout_seconds, recorder)
+        torch.set_default_device(device if place.device == "cuda" else None)
+
+    def find(self, name: Any) -> Any:
+        """The object that a name stands for in what the notebook sends."""
+        kind, key = name
+        if kind == "mesh":
+            return self.bound
+        if kind == "value":
+            here = key.get(self.place.rank, -1) if isinstance(key, dict) else key
+            return self.values.get(here, Absent())
+        assert kind == "function", name
+        return self.function(key)
+
+    def function(self, key: bytes) -> Any:
+        """The function of this key, made for the groups that there are now."""
+        if key not in self.made:
+            make, args, kwargs = load(self.functions[key], self.find)
+            self.made[key] = make(*_without_absent(args), **kwargs)
+        return self.made[key]
+
+    def call(self, call: Call) -> KeptResults:
+        """Call a function; its tensors are kept under numbers from ``call.first`` on."""
+        function = self.function(call.function)
+        leaves = [self._leaf(i, leaf, call.moves) for i, leaf in enumerate(call.leaves)]
+        structure = self.arguments[call.arguments]
+        if isinstance(structure, bytes):
+            structure = self.arguments[call.arguments] = load(structure, self.find)
+        filled = tree.map(lambda slot: leaves[slot.index], structure, is_leaf=_is_slot)
+        args = _without_absent(filled)
+        del leaves, filled
+        out = function(*args)
+        del args
+        for number in call.consumed:
+            self.values.pop(number, None)
+        return self.keep(out, call.first)
+
+    def _leaf(self, index: int, leaf: Any, moves: dict[int, tuple[P, P]]) -> Any:
+        if type(leaf) is int:
+            value = self.values.get(leaf, Absent())
+            if index in moves and isinstance(value, torch.Tensor):
+                had, wanted = moves[index]
+                value = shard(gather(value, had, self.bound), wanted, self.bound)
+            return value
+        if isinstance(leaf, Packed):
+            return leaf.tensor().to(self.device)
+        kind, *rest = leaf
+        if kind == "as it is":
+            return rest[0]
+        assert kind == "made", kind
+        key, args, specs = rest
+        return shard(self.function(key)(*args), specs, self.bound)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's values are."""
+        if self.place.device == "cuda":
+            return torch.device("cuda", self.place.local_rank)
+        return torch.device("cpu")
+
+    def keep(self, out: Any, first: int) -> KeptResults:
+        """Keep the tensors of `out`: see `call`."""
+        leaves, structure = tree.flatten(out)
+        metas, shown, numbers = [], [], {}
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                shown.append(leaf)
+                continue
+            refuse_donated([leaf], lambda: ["of the result"], "the call")
+            index = len(metas)
+            self.values[first + index] = leaf
+            shown.append(ResultSlot(index))
+            if leaf.dim() == 0 and leaf.device.type == "cpu" and not leaf.is_complex():
+                numbers[index] = leaf.item()
+            metas.append(TensorMeta(tuple(leaf.shape), leaf.dtype, leaf.device.type))
+        plain = len(shown) == len(metas)
+        key: Any = (structure, tuple(metas)) if plain else None
+        number = self.layouts.get(key) if plain else None
+        if number is not None:
+            return KeptResults(number, None, numbers)
+        self.num_layouts += 1
+        if plain:
+            self.layouts[key] = self.num_layouts
+        structured = dump(tree.unflatten(structure, shown), _no_name)[0]
+        return KeptResults(self.num_layouts, (structured, tuple(metas)), numbers)
+
+
+def _no_name(obj: Any) -> None:
+    return None
+
+
+def _is_slot(leaf: Any) -> bool:
+    return isinstance(leaf, ResultSlot)
+
+
+def _without_absent(value: Any) -> Any:
+    """A tree without the entries of dicts that this rank does not hold."""
+    if isinstance(value, dict):
+        rest = {key: _without_absent(each) for key, each in value.items()}
+        here = {key: each for key, each in rest.items() if not isinstance(each, Absent)}
+        return here if here or not rest else Absent()
+    if isinstance(value, tuple) and not isinstance(value, Absent) and hasattr(value, "_fields"):
+        made: Any = type(value)
+        return made(*map(_without_absent, value))
+    if type(value) in (list, tuple):
+        plain: Any = type(value)
+        return plain(map(_without_absent, value))
+    return value
+
+
+def _requests(worker: Worker) -> dict[str, Callable[..., Any]]:
+    """The requests of a notebook, by name."""
+
+    def put(values: dict[int, Packed]) -> None:
+        worker.values.update((n, p.tensor().to(worker.device)) for n, p in values.items())
+
+    def fetch(numbers: Sequence[int]) -> dict[int, Packed]:
+        found = {n: worker.values[n] for n in numbers if n in worker.values}
+        return {number: Packed.of(value) for number, value in found.items()}
+
+    def memory() -> dict[str, int]:
+        held = {id(x): x.nbytes for x in worker.values.values() if isinstance(x, torch.Tensor)}
+        taken = torch.cuda.memory_allocated() if worker.place.device == "cuda" else 0
+        return {"num_values": len(held), "held_bytes": sum(held.values()), "taken_bytes": taken}
+
+    def define(key: bytes, blob: bytes) -> None:
+        worker.functions[key] = blob
+
+    def structure(key: int, blob: bytes) -> None:
+        worker.arguments[key] = blob
+
+    def forget(keys: Sequence[bytes]) -> None:
+        for key in keys:
+            worker.functions.pop(key, None)
+            worker.made.pop(key, None)
+
+    return {
+        "call": worker.call,
+        "define": define,
+        "structure": structure,
+        "forget": forget,
+        "put": put,
+        "fetch": fetch,
+        "memory": memory,
+        "join": worker.join,
+    }
+
+
+def serve(worker: Worker, requests: Connection) -> None:
+    """Answer requests until the notebook is gone."""
+    known = _requests(worker)
+    while True:
+        try:
+            free, batch = pickle.loads(requests.recv_bytes())
+        except (EOFError, OSError):
+            return
+        for number in free:
+            worker.values.pop(number, None)
+        answers = []
+        for name, args in batch:
+            answers.append(_answer(worker, known[name], name, args))
+            if answers[-1].failure is not None:
+                break
+        sys.stdout.flush()
+        sys.stderr.flush()
+        requests.send_bytes(_encode(answers))
+
+
+def _encode(answers: list[Answer]) -> bytes:
+    try:
+        return pickle.dumps(answers, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # a result that cannot be sent
+        failure = Failure(
+            b"", type(error).__name__, f"the result cannot be sent: {error}", (), "", ()
+        )
+        return pickle.dumps([*[Answer()] * (len(answers) - 1), Answer(failure=failure)])
+
+
+def _answer(worker: Worker, function: Callable, name: str, args: tuple) -> Answer:
+    began, warned = time.perf_counter(), []
+    try:
+        with _collecting(warned) if name == "call" else contextlib.nullcontext():
+            worker.running = True
+            value = function(*args)
+            worker.running = False
+        return Answer(value, None, tuple(warned), time.perf_counter() - began)
+    except BaseException as error:
+        worker.running = False
+        consumed = args[0].consumed if name == "call" else []
+        failure = _describe(worker, error, consumed)
+        del error
+        return Answer(None, failure, tuple(warned), time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def _collecting(warned: list) -> Iterator[None]:
+    """Put warnings into a list, each with the place that it is about."""
+
+    def show(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+        warned.append((category, str(message), filename, lineno))
+
+    before = warnings.showwarning
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+
+
+def _describe(worker: Worker, error: BaseException, consumed: Sequence[int]) -> Failure:
+    frames = []
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        frames.append(TracebackLine(code.co_filename, number, code.co_name, _is_own(frame)))
+    traceback.clear_frames(error.__traceback__)
+    gone = []
+    for number in consumed:
+        value = worker.values.get(number)
+        if value is None or _is_gone(value):
+            gone.append(number)
+            worker.values.pop(number, None)
+    closed = worker.bound.membership.closed if isinstance(worker.bound, BoundMesh) else ""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    try:
+        sent = dump(error, _no_name)[0]
+        load(sent, worker.find)
+    except Exception:
+        sent = b""
+    text, kind = str(error), type(error).__name__
+    return Failure(sent, kind, text, tuple(frames), closed, tuple(gone))
+
+
+def _is_own(frame: types.FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    installed = is_library(frame.f_globals) or name.startswith(("importlib", "contextlib"))
+    return not installed and frame.f_code.co_filename != "<string>"  # which starts this program
+
+
+def _is_gone(value: Any) -> bool:
+    """Whether a value that was given up was consumed, or written to."""
+    if not isinstance(value, Donated):
+        return False
+    try:
+        refuse_donated([value], lambda: [""], "")
+    except ValueError:
+        return True
+    return False
+
+
+def _watch(
+    worker: Worker, questions: Connection, lock: threading.Lock, main: int, host: str
+) -> None:
+    """Answer questions while the program runs; end this process when the notebook is gone."""
+    try:
+        while True:
+            question = questions.recv()
+            if question == "where":
+                with lock:
+                    questions.send(_where(worker, main))
+            elif question == "interrupt" and worker.running:
+                signal.pthread_kill(main, signal.SIGINT)
+            elif question == "release":
+                _release(worker)
+    except (EOFError, OSError):
+        pass
+    finally:
+        end_process(host)
+
+
+def _release(worker: Worker) -> None:
+    """Leave the groups, in which this program or another rank's still waits."""
+    bound = worker.bound
+    if isinstance(bound, BoundMesh) and not bound.membership.closed:
+        with contextlib.suppress(Exception):
+            bound.leave("the program was interrupted")
+
+
+def _where(worker: Worker, main: int) -> dict[str, Any]:
+    """Where the program is: its line, and the collective that it waits in."""
+    recorder = worker.bound.recorder if isinstance(worker.bound, BoundMesh) else None
+    waiting = recorder.waiting if recorder is not None else None
+    frame: Any = sys._current_frames().get(main)
+    own = None
+    while frame is not None:
+        if own is None and _is_own(frame):
+            own = TracebackLine(
+                frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, True
+            )
+        frame = frame.f_back
+    for_seconds = 0.0 if waiting is None else time.perf_counter() - waiting.since
+    described = None if waiting is None else (str(waiting.kind), for_seconds)
+    return {"running": worker.running, "line": own, "waiting": described}
+
+
+def end_process(host: str) -> None:
+    """End this process, and what it has started; torchrun, on another host, sees no failure."""
+    if not host and hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(0)
+
+
+def find_device(wanted: str, num_local: int) -> str:
+    """ "cuda" or "cpu", for so many ranks on this machine.
+
+    Raises:
+        ValueError: it has not a GPU for each.
+    """
+    count = 0 if wanted == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
+    if wanted == "cuda" and count < num_local:
+        raise ValueError(
+            f"device: got cuda for {num_local} ranks on a machine with {count} GPUs; wanted a GPU "
+            'each; fix: mesh.start("cpu"), or a smaller mesh'
+        )
+    return "cuda" if count >= num_local and wanted != "cpu" else "cpu"
+
+
+def main() -> None:
+    """Read from the standard input where the notebook is, and be one of its ranks."""
+    given = json.loads(sys.stdin.readline())
+    sys.path[:] = given["path"]
+    numbers = given["number"], given["num_local"], given["device"]
+    run(tuple(given["address"]), bytes.fromhex(given["token"]), *numbers)
+
+
+def run(
+    address: tuple[str, int], token: bytes, number: int, num_local: int, device: str,
+    local_rank: int | None = None, host: str = "",
+) -> None:  # fmt: skip
+    """Be a rank until the notebook is gone.
+
+    Args:
+        address: of the notebook.
+        token: that both sides know, and nobody else.
+        number: see `Hello`.
+        num_local: processes on this machine.
+        device: "auto", "cpu" or "cuda".
+        local_rank: on this machine; None: `number`.
+        host: the name of this machine, if torchrun has started this process; what is printed here
+            is then also sent to the notebook.
+
+    Raises:
+        ValueError: no such device; or the token is another one.
+    """
+    found = find_device(device, num_local)
+    at = number if local_rank is None else local_rank
+    hello = Hello(number, "requests", host, at, num_local, found, os.getpid())
+    try:
+        requests: Any = _connect(address, token)
+        requests.send(hello)
+        questions: Any = _connect(address, token)
+        questions.send(hello._replace(kind="questions"))
+    except AuthenticationError as error:
+        raise ValueError(f"token: another one than the notebook's at {address}") from error
+    place = WorkerPlace(*requests.recv())
+    store = dist.TCPStore(*place.store, is_master=False, wait_for_workers=False)
+    worker = Worker(place, store)
+
+    def interrupted(number: int, frame: Any) -> None:
+        if worker.running:  # once: a second one would interrupt the report of the first
+            worker.running = False
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupted)
+    lock, me = threading.Lock(), threading.get_ident()
+    if host:
+        sys.stdout = _Forward(questions, lock, sys.stdout, is_error=False)
+        sys.stderr = _Forward(questions, lock, sys.stderr, is_error=True)
+    threading.Thread(target=_watch, args=(worker, questions, lock, me, host), daemon=True).start()
+    compat.keep_freed_memory()
+    gc.freeze()
+    serve(worker, requests)
+    end_process(host)
+
+
+def _connect(address: tuple[str, int], token: bytes) -> Connection:
+    """A connection to the notebook, which may not listen yet."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            made: Any = Client(address, authkey=token)
+            return made
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+class _Forward(io.TextIOBase):
+    """A stream whose text goes to the notebook as well."""
+
+    def __init__(self, connection: Connection, lock: threading.Lock, to: Any, *, is_error: bool):
+        self._connection, self._lock, self._to, self._is_error = connection, lock, to, is_error
+
+    def write(self, text: str) -> int:
+        """Pass it on."""
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.send(("output", self._is_error, text))
+        return self._to.write(text)
+
+    def flush(self) -> None:
+        """Pass it on."""
+        self._to.flush()

@@ -1,0 +1,470 @@
+"""Meshes whose ranks are processes that a notebook calls: the numbers of simulated ones, to the bit
+of torchrun's; what is refused; and what is left when ranks are interrupted, fail or die."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import functron as ft
+from functron import P, gpt, lax, optim, training
+from functron.apps.notebook import RankError
+from functron.models.config import GPTConfig
+
+pytestmark = [pytest.mark.applications("notebook"), pytest.mark.filterwarnings("error")]
+
+CONFIG = GPTConfig(
+    vocab_size=61, max_seq=16, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=32, dtype="float64"
+)
+MESH = ft.Mesh(dp=2)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with MESH.start("cpu") as started:
+        yield started
+
+
+def batch_at(step):
+    generator = torch.Generator().manual_seed(step)
+    text = torch.randint(0, 61, (4, 17), generator=generator)
+    return {"tokens": text[:, :-1], "targets": text[:, 1:], "rows": torch.arange(4)}
+
+
+def setup(mesh, *, jit=False):
+    defs = gpt.defs(CONFIG)
+    specs = ft.param_specs(defs, gpt.rules(CONFIG, mesh))
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1, momentum=0.9))
+
+    def loss(params, batch, key):
+        return gpt.loss(CONFIG, params, batch)
+
+    step = ft.make_step(ft.mean_gradients(loss, gpt.num_targets), optimizer, mesh, specs)
+    state = ft.init_state(ft.random.key(0), defs, specs, optimizer, mesh)
+    return ft.jit(step, donate=0) if jit else step, state
+
+
+def train(mesh, batches=batch_at, **kwargs):
+    step, state = setup(mesh, **kwargs)
+    losses = []
+    for index in range(3):
+        state, metrics = step(state, batches(index))
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+@pytest.fixture(scope="module")
+def simulated():
+    return train(MESH)
+
+
+def assert_equal(got, want, mesh, tolerance=1e-12):
+    pairs = zip(ft.tree.leaves(ft.gather(got, None, mesh)), ft.tree.leaves(want), strict=True)
+    assert all((a - b).abs().max() < tolerance for a, b in pairs)
+
+
+def test_a_step_is_that_of_the_simulated_mesh(ranks, simulated):
+    losses, state = train(ranks)
+    assert losses == pytest.approx(simulated[0], abs=1e-12)
+    assert_equal(state.params, simulated[1].params, ranks)
+    assert_equal(state.opt_state, simulated[1].opt_state, ranks)
+
+
+def test_a_compiled_step(ranks, simulated):
+    losses, state = train(ranks, jit=True)
+    assert losses == pytest.approx(simulated[0], abs=1e-10)
+    assert_equal(state.params, simulated[1].params, ranks, 1e-9)
+
+
+def test_a_loop_with_batches_that_the_ranks_make(ranks, simulated):
+    step, state = setup(ranks)
+    found = []
+    for now, record in training.loop(step, state, ranks.batches(batch_at), steps=3):
+        found.append(record["loss"])
+        last = now
+    assert found == pytest.approx(simulated[0], abs=1e-12)
+    assert_equal(last.params, simulated[1].params, ranks)
+
+
+UNDER_TORCHRUN = """
+import torch.distributed as dist
+import functron as ft
+from tests.apps.notebook.test_session import MESH, batch_at, train
+dist.init_process_group("gloo")
+mesh = MESH.bind()
+losses, state = train(mesh, lambda step: ft.shard(batch_at(step), ft.P(ft.DATA_AXES), mesh))
+if dist.get_rank() == 0:
+    print(*[loss.hex() for loss in losses], *[x.sum().item().hex() for x in ft.tree.leaves(state.params)])
+dist.destroy_process_group()
+"""
+
+
+def test_the_bits_are_those_of_torchrun(ranks, torchrun):
+    losses, state = train(ranks)
+    sums = [x.sum().item().hex() for x in ft.tree.leaves(ft.gather(state.params, None, ranks))]
+    want = torchrun(UNDER_TORCHRUN, 2).stdout.split()
+    assert [*(loss.hex() for loss in losses), *sums] == want
+
+
+def test_a_program_is_traced_here(ranks):
+    both = setup(ranks), setup(MESH)
+    there, here = (str(ft.trace(step)(state, batch_at(0))) for step, state in both)
+    assert there == here
+
+
+def test_a_partitioned_function(ranks):
+    x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    f = ft.partition(lambda x, w: (x @ w).tanh().sum(), ranks, (P("dp"), P()))
+    assert float(f(x, w)) == pytest.approx((x @ w).tanh().sum().item(), abs=1e-12)
+
+
+def test_a_pipeline(simulated):
+    """Ranks hold different parts: what is made of a rank's place is built there."""
+    schedule = ft.pipeline.make("1f1b", 2, 2)
+    uses = gpt.uses(CONFIG)
+    partition = ft.pipeline.Partition(ft.pipeline.even_layout(2, 2), schedule.pipes, uses)
+
+    def stage(part, params, x, batch, key, total):
+        y = gpt.stage_loss(CONFIG, part, params, x, batch, key=key)
+        return y / total if part.loss else y
+
+    stages = ft.pipeline.pipelined(stage, partition, schedule)
+
+    def parts(mesh):
+        defs = partition.local_defs(gpt.defs(CONFIG), mesh.coordinate["pp"])
+        specs = ft.param_specs(defs, gpt.rules(CONFIG, mesh.mesh))
+        return (
+            defs,
+            specs,
+            optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1, momentum=0.9)),
+        )
+
+    def begin(mesh):
+        defs, specs, optimizer = parts(mesh)
+        return ft.init_state(ft.random.key(0), defs, specs, optimizer, mesh)
+
+    def build(mesh):
+        _, specs, optimizer = parts(mesh)
+        return ft.make_step(ft.pipeline.gradients(stages, gpt.num_targets), optimizer, mesh, specs)
+
+    def whole(mesh, params, like):
+        return ft.pipeline.collect(params, like, partition, mesh)
+
+    with ft.Mesh(pp=2).start("cpu") as mine:
+        state = mine.run(begin, mine, stages="pp")
+        given = {"in_specs": (P(), P(ft.DATA_AXES)), "out_specs": P(), "stages": "pp"}
+        step = mine.build(build, mine, **given)
+        losses = []
+        for index in range(3):
+            state, metrics = step(state, batch_at(index))
+            losses.append(float(metrics["loss"]))
+        assert losses == pytest.approx(simulated[0], abs=1e-12)
+        like = ft.abstract_params(gpt.defs(CONFIG))
+        params = mine.run(whole, mine, state.params, like, stages="pp")
+        assert_equal(params, simulated[1].params, mine)
+
+
+def test_values_go_and_come(ranks):
+    x = torch.arange(12.0).reshape(4, 3)
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool):
+        value = x.to(dtype)
+        for spec in (P(), P("dp")):
+            handle = ft.shard({"x": value}, spec, ranks)["x"]
+            assert (handle.shape, handle.dtype, handle.spec) == (value.shape, dtype, spec)
+            back = handle.gather()
+            assert back.dtype == dtype
+            assert torch.equal(back.float(), value.float())
+    handle: Any = ft.shard(x, P("dp"), ranks)
+    assert handle.clone().tolist() == handle.numpy().tolist() == x.tolist()
+    copied: Any = torch.clone(handle)
+    assert copied.spec == P("dp")
+    with pytest.raises(ValueError, match="got dim 0 of shape"):
+        ft.shard(torch.ones(3), P("dp"), ranks)
+
+
+def test_a_handle_that_is_split_otherwise_is_moved(ranks):
+    x = torch.arange(8.0)
+    whole, parts = ft.shard(x, P(), ranks), ft.shard(x, P("dp"), ranks)
+    add = ft.shard_map(lambda a, b: a + b, ranks, (P("dp"), P("dp")), P("dp"))
+    assert add(whole, parts).tolist() == add(x, x).tolist() == (2 * x).tolist()
+
+
+def test_handles_refuse_what_is_not_theirs(ranks):
+    x = ft.shard(torch.arange(4.0), P("dp"), ranks)
+    for use in (lambda: x + 1, lambda: torch.ones(4) * x, lambda: torch.sum(x), lambda: x == x):
+        with pytest.raises(TypeError, match=r"fix: compute it in a function .* handle.gather"):
+            use()
+    with pytest.raises(AttributeError, match=r"\.sum: got a Handle"):
+        x.sum()
+    assert not hasattr(x, "nothing")
+    assert repr(x).startswith("Handle([4], float32, P('dp'), tensor(")
+    double = ft.shard_map(lambda x: 2 * x, ranks, P("dp"), P("dp"))
+    with pytest.raises(ValueError, match=r"under a transform of torch\.func"):
+        torch.func.grad(lambda x: double(x))(torch.ones(4))
+    with pytest.raises(TypeError, match="grad cannot transform a function on a started mesh"):
+        ft.grad(double)
+    with pytest.raises(ValueError, match="requires gradients"):
+        double(torch.ones(4, requires_grad=True))
+
+
+def test_what_was_donated_is_gone(ranks):
+    step, state = setup(ranks)
+    step(state, batch_at(0))
+    with pytest.raises(ValueError, match=r"argument 0/\S+: got a value that was donated to step"):
+        step(state, batch_at(0))
+    with pytest.raises(ValueError, match="was donated to step"):
+        state.step.gather()
+
+
+def test_values_nobody_refers_to_are_freed(ranks):
+    x = ft.shard(torch.ones(1 << 18), P("dp"), ranks)
+    held = ranks.memory()[0]["held_bytes"]
+    del x
+    assert ranks.memory()[0]["held_bytes"] == held - (1 << 19)
+
+
+scale = 2.0
+
+
+def test_globals_are_the_newest(ranks, tmp_path, monkeypatch):
+    """Of this module, and of a file of the user's that changed and was loaded again."""
+    global scale
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text("def more(x):\n    return x + 1\n")
+    mine = importlib.import_module("mine")
+    f = ft.shard_map(lambda x: scale * mine.more(x), ranks, P(), P(), replicated_over="dp")
+    x = torch.ones(2)
+    assert f(x).tolist() == [4.0, 4.0]
+    scale = 3.0
+    assert f(x).tolist() == [6.0, 6.0]
+    (tmp_path / "mine.py").write_text("def more(x):\n    return x + 10\n")
+    sys.modules.pop("mine")
+    importlib.invalidate_caches()
+    mine = importlib.import_module("mine")
+    assert f(x).tolist() == [33.0, 33.0]
+    table = {"add": 1.0}
+    g = ft.shard_map(lambda x: x + table["add"], ranks, P(), P(), replicated_over="dp")
+    assert g(x).tolist() == [2.0, 2.0]
+    table["add"] = 5.0
+    assert g(x).tolist() == [6.0, 6.0]
+    scale = 2.0
+
+
+class Own(NamedTuple):
+    a: torch.Tensor
+    b: dict
+
+
+def test_trees_of_classes_of_ones_own(ranks):
+    f = ft.shard_map(lambda t: Own(t.a + 1, {"x": t.a}), ranks, P("dp"), P("dp"))
+    out = f(Own(torch.zeros(2), {}))
+    assert isinstance(out, Own)
+    assert out.a.tolist() == [1.0, 1.0]
+    assert f(Own(out.a, {})).a.tolist() == [2.0, 2.0]
+
+
+def test_what_ranks_say_comes_here(ranks, capsys):
+    def speak(mesh):
+        print("all")
+        if mesh.rank == 1:
+            print("one")
+        warnings.warn("careful", stacklevel=1)
+
+    with pytest.warns(UserWarning, match="^careful$"):
+        ranks.run(speak, ranks)
+    assert capsys.readouterr().out == "all\n[rank 1] one\n"
+
+
+def test_errors_of_all_and_of_one(ranks):
+    def fail(mesh, who):
+        if who in (None, mesh.rank):
+            raise KeyError("no such thing")
+        lax.psum(torch.ones(1), "dp")
+
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        ranks.run(fail, ranks, None)
+    assert "raised on all ranks in fail" in caught.value.__notes__
+    assert any(
+        f"{__file__}:" in note and "raise KeyError" in note for note in caught.value.__notes__
+    )
+    begin = time.monotonic()
+    alone = ft.shard_map(lambda x: fail_on_one(x), ranks, P("dp"), P(), check=False)
+    with pytest.raises(KeyError) as caught:
+        alone(torch.ones(2))
+    assert "raised on rank 1 in <lambda>" in caught.value.__notes__
+    assert time.monotonic() - begin < 10
+    assert_works(ranks)
+
+
+def fail_on_one(x):
+    if torch.distributed.get_rank() == 1:
+        raise KeyError("only here")
+    return lax.psum(x, "dp")
+
+
+def assert_works(ranks):
+    total = ft.shard_map(lambda x: lax.psum(x.sum(), "dp"), ranks, P("dp"), P())
+    assert float(total(torch.ones(4))) == 4.0
+
+
+@contextlib.contextmanager
+def interrupting(seconds):
+    """Ctrl-C, so many seconds from now."""
+    timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def wait_long(x):
+    time.sleep(60)
+    return x
+
+
+def wait_for_one(x):
+    if torch.distributed.get_rank() == 1:
+        time.sleep(60)
+    return lax.psum(x, "dp")
+
+
+@pytest.mark.parametrize("program", [wait_long, wait_for_one])
+def test_ctrl_c_interrupts_all_ranks(ranks, program):
+    x = ft.shard(torch.ones(2), P("dp"), ranks)
+    f = ft.shard_map(program, ranks, P("dp"), P("dp"), check=False)
+    begin = time.monotonic()
+    with interrupting(0.7), pytest.raises(KeyboardInterrupt):
+        f(x)
+    assert time.monotonic() - begin < 0.7 + 2.0
+    assert_works(ranks)
+    assert x.tolist() == [1.0, 1.0]
+
+
+def write_and_wait(x):
+    x.add_(1)
+    time.sleep(60)
+    return x
+
+
+def test_a_state_is_whole_or_gone_after_ctrl_c(ranks):
+    before = ft.shard(torch.ones(2), P("dp"), ranks)
+    f = ft.shard_map(wait_long, ranks, P("dp"), P("dp"), check=False, donate=0)
+    with interrupting(0.5), pytest.raises(KeyboardInterrupt):
+        f(before)
+    assert before.tolist() == [1.0, 1.0]
+    f = ft.shard_map(write_and_wait, ranks, P("dp"), P("dp"), check=False, donate=0)
+    with interrupting(0.5), pytest.raises(KeyboardInterrupt):
+        f(before)
+    with pytest.raises(
+        ValueError, match=r"was being updated when write_and_wait was ended by Ctrl"
+    ):
+        before.gather()
+
+
+def die_on_one(x):
+    if torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return lax.psum(x, "dp")
+
+
+def test_a_rank_that_dies_is_named_and_comes_back(capsys):
+    with MESH.start("cpu") as mine:
+        same, parts = torch.arange(3.0), torch.arange(4.0)
+        kept, lost = ft.shard(same, P(), mine), ft.shard(parts, P("dp"), mine)
+        f = ft.shard_map(die_on_one, mine, P("dp"), P(), check=False)
+        begin = time.monotonic()
+        with pytest.raises(RankError, match=r"rank 1 died \(killed by SIGKILL\) in die_on_one"):
+            f(torch.ones(2))
+        assert time.monotonic() - begin < 10
+        with pytest.raises(RankError, match=r"fix: ranks.restart\(\)"):
+            f(torch.ones(2))
+        assert kept.tolist() == [0.0, 1.0, 2.0]
+        assert mine.restart() == [lost]
+        assert "died with 1 values" in capsys.readouterr().err
+        with pytest.raises(ValueError, match="died with rank 1; fix: make it again"):
+            lost.gather()
+        assert_works(mine)
+        doubled = ft.shard_map(lambda x: 2 * x, mine, P(), P(), replicated_over="dp")(kept)
+        assert doubled.tolist() == [0.0, 2.0, 4.0]
+        on_one = mine.run(lambda mesh, x: x * mesh.rank, mine, kept, specs=P("dp"))
+        assert on_one.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 2.0]
+
+
+def hang_on_one(x):
+    if torch.distributed.get_rank() == 1:
+        while True:
+            time.sleep(0.01)
+    return lax.psum(x, "dp")
+
+
+def test_a_rank_that_the_others_wait_for_is_named(ranks, capsys):
+    f = ft.shard_map(hang_on_one, ranks, P("dp"), P(), check=False)
+    with interrupting(10.5), pytest.raises(KeyboardInterrupt):
+        f(torch.ones(2))
+    text = capsys.readouterr().err
+    assert f"rank 1 is at {__file__}:" in text
+    assert "in hang_on_one, while rank 0 waits for it in psum over 'dp', 4 bytes" in text
+
+
+def is_running(pid):
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_no_process_is_left():
+    with MESH.start("cpu") as mine:
+        pids = mine.pids
+        assert [is_running(pid) for pid in pids] == [True, True]
+    assert not any(map(is_running, pids))
+    with pytest.raises(RankError, match="it was closed"):
+        assert_works(mine)
+
+
+NOTEBOOK = """
+import functron as ft
+mesh = ft.Mesh(dp=2).start("cpu")
+print(*mesh.pids, flush=True)
+mesh.run(lambda: __import__("time").sleep(100))
+"""
+
+
+def test_no_process_is_left_when_the_notebook_is_killed(tmp_path):
+    notebook = subprocess.Popen([sys.executable, "-c", NOTEBOOK], stdout=subprocess.PIPE, text=True)
+    assert notebook.stdout is not None
+    pids = [int(pid) for pid in notebook.stdout.readline().split()]
+    assert [is_running(pid) for pid in pids] == [True, True]
+    time.sleep(1.0)
+    notebook.kill()
+    notebook.wait()
+    notebook.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, pids))
+
+
+def test_what_cannot_be_started_is_refused():
+    with pytest.raises(ValueError, match='device: got \'gpu\'; wanted "auto", "cpu" or "cuda"'):
+        MESH.start("gpu")
+    with pytest.raises(ValueError, match=r"num_local: got 1 of 2 ranks here.*wanted an address"):
+        MESH.start("cpu", num_local=1)
+    with pytest.raises(ValueError, match=r"backend: got 'processe'.*processes"):
+        MESH.start("cpu", backend="processe")
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="got cuda for 2 ranks on a machine with 0 GPUs"):
+            MESH.start("cuda")
