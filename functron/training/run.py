@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,12 @@ class Run:
     def gaps(self) -> Gaps:
         """The samples that it leaves out."""
         return self.config.gaps
+
+    def is_first_of_kind(self, step: int) -> bool:
+        """Whether a step, from 0, is one of a new kind, which takes longer: it may compile."""
+        size = self.batches.batch_size
+        grown = step > self.start and size(step) != size(step - 1)
+        return step == self.start or grown or (self.watch is not None and self.watch.due(step))
 
     def samples_of(self, step: int) -> dict[str, Any]:
         """The samples of `step`, for events: ``samples``, ``[first, end]``, and their ``sources``.
@@ -381,7 +388,9 @@ class Job:
         """That of the processes of `run`. Collective."""
         if not isinstance(run.mesh, BoundMesh):
             return cls(False, True)
-        group = dist.new_group(backend="gloo") if run.device.type == "cuda" else None
+        seconds = timedelta(seconds=run.config.watchdog.timeout_seconds)
+        on_gpus = run.device.type == "cuda"
+        group = dist.new_group(backend="gloo", timeout=seconds) if on_gpus else None
         recorder = run.mesh.recorder
         entered = None if recorder is None else recorder.record
         return cls(True, run.mesh.rank == 0, group, entered)
