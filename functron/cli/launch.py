@@ -37,7 +37,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from functron import apps
 from functron.checkpoint.memory import folder_of
-from functron.cli.process import MARK, UNSET, InputError, Process, grow_segments
+from functron.cli.process import MARK, UNSET, InputError, Process
 from functron.core.errors import Problem
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
@@ -93,10 +93,8 @@ def started_problems(nproc: int, here: Process | None) -> Iterator[Problem]:
         yield Problem("nproc", got, wanted, fix)
 
 
-def device_type(name: str, processes: int = 1) -> str:
+def choose_device(name: str, processes: int = 1) -> str:
     """ "cpu" or "cuda" for the option --device and so many processes on this machine.
-
-    Before a GPU's memory is used, its allocator is set up: `functron.cli.process.grow_segments`.
 
     Raises:
         ValueError: cuda is asked for and there is none, or fewer GPUs than processes.
@@ -109,8 +107,6 @@ def device_type(name: str, processes: int = 1) -> str:
             f"nproc: got {processes} for {torch.cuda.device_count()} GPUs; wanted a GPU each; "
             "fix: simulate the mesh (--nproc 0), or --device cpu"
         )
-    if kind == "cuda":
-        grow_segments()
     return kind
 
 
