@@ -287,10 +287,12 @@ def _check_devices() -> Iterator[Check]:
 
 
 def _find_driver() -> str | None:
-    """The version of NVIDIA's kernel module; None: not loaded."""
+    """The version of NVIDIA's kernel module; None: no driver."""
     file = Path("/proc/driver/nvidia/version")
     text = file.read_text() if file.is_file() else ""
     match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
+    if match is None and torch.cuda.is_available():  # Windows has it, beside its Linux
+        return "one that torch finds, without a kernel module here"
     return match[1] if match else None
 
 
