@@ -474,7 +474,7 @@ def _wait_for_compilers(session: Session) -> list[LoopHook]:
         if longer != before:
             limit = seconds + COMPILE_SECONDS if longer else seconds
             mesh.set_timeout(limit)
-            compat.set_group_timeout(job.group or dist.group.WORLD, limit)
+            compat.set_group_timeout(job.group, limit)
 
     return [PhaseHook(wait)]
 
