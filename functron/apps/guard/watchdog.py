@@ -468,7 +468,7 @@ class Watchdog:
         self._tell(heard, False)
         probe = threading.Thread(target=self._listen, args=(heard,), daemon=True)
         probe.start()
-        told = False
+        told, reports = False, self._reports()
         while time.monotonic() < until:
             if self._last is not last:
                 self._withdraw()
@@ -477,15 +477,18 @@ class Watchdog:
                 told = True
                 self._tell(heard, True)
             reports = self._reports()
+            if any(report["patient"] for report in reports.values()):
+                break
             if len(reports) == size and all(report["complete"] for report in reports.values()):
                 break
             time.sleep(0.1)
         if not told:
             self._tell(heard, True)
-        reports = self._reports()
+        reports |= self._reports()
         if any(report["patient"] for report in reports.values()):
-            self._withdraw()  # somebody has more time than that; ask again
-            self._closed.wait(POLL_SECONDS)
+            # somebody has more time than that; ask again, once all have read it
+            self._closed.wait(2 * POLL_SECONDS)
+            self._withdraw()
             return None
         return verdict(reports, size)
 

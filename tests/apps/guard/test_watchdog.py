@@ -230,8 +230,9 @@ from functron.training.config import configure
 from functron.training.run import prepare
 from functron.training.train import train
 
-watchdog.REPORT_SECONDS, watchdog.PROBE_SECONDS, watchdog._PATIENCE = 2.0, 1.0, 0.05
-out, axis, stops, slow = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "True", [8.0]
+watchdog.REPORT_SECONDS, watchdog.PROBE_SECONDS, watchdog._PATIENCE = 2.0, 1.0, 0.15  # 9 s
+out, axis, stops = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
+slow = [4.0 if stops else 14.0]
 
 def compile_slowly(graph, operands, *rest, **given):
     if slow and dist.get_rank() == 0:
@@ -242,7 +243,7 @@ def run():
     inductor.compile_graph = compile_slowly
     more = {"microbatches": 2} if axis == "pp" else {}
     config = configure(mesh=f"{axis}=2", format="mock", seq=16, steps=3, compile=True,
-        global_batch=4, hang_after=3.0, timeout_seconds=60.0, out=str(out), **more)
+        global_batch=4, hang_after=8.0, timeout_seconds=60.0, out=str(out), **more)
     mesh, device = join(Mesh.parse(config.parallelism.mesh), current(), "cpu", 60.0, FlightRecorder())
     made = prepare(config, mesh, device)
     groups = [dist.group.WORLD, compat.group(mesh.groups[axis])]
