@@ -186,6 +186,8 @@ class Hosts:
         self._network(0, "ip", "link", "add", CABLE, "type", "veth", *peer)
         for index, address in enumerate(ADDRESSES):
             self._network(index, "ip", "address", "add", f"{address}/24", "dev", CABLE)
+            # the cable goes with either machine; the other one still has its address then
+            self._network(index, "ip", "address", "add", f"{address}/32", "dev", "lo")
             self._network(index, "ip", "link", "set", CABLE, "up")
 
     def _first(self, index: int) -> int:

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from functron import apps
-from functron.cli.launch import device_type, join, launch, leave, started_problems
+from functron.cli.launch import choose_device, join, launch, leave, started_problems
 from functron.cli.options import parse
-from functron.cli.process import Process, current, mistakes, outside
+from functron.cli.process import Process, current, grow_segments, mistakes, outside
 from functron.core.errors import raise_problems, refuse
 from functron.core.settings import Need, Needs, never
 from functron.ops import launch as kernels
@@ -130,7 +130,8 @@ def _measure(options: DoctorOptions, arguments: Sequence[str], here: Process | N
             fix = f"--nproc {mesh.size}, or torchrun with as many" if mesh.size > 1 else "--nproc 1"
             got = f"{processes} for a mesh of {mesh.size}"
             refuse("cannot measure this mesh", "nproc", got, "a process for each rank", fix)
-        kind = device_type(options.device, options.nproc)
+        kind = choose_device(options.device, options.nproc)
+        grow_segments(kind)
     if here is None:
         code = launch(options.nproc, ["-m", "functron", "doctor", *arguments])
         return code or int(bool(planner.Measurement.load(options.out).slow()))
@@ -286,10 +287,12 @@ def _check_devices() -> Iterator[Check]:
 
 
 def _find_driver() -> str | None:
-    """The version of NVIDIA's kernel module; None: not loaded."""
+    """The version of NVIDIA's kernel module; None: no driver."""
     file = Path("/proc/driver/nvidia/version")
     text = file.read_text() if file.is_file() else ""
     match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
+    if match is None and torch.cuda.is_available():  # Windows has it, beside its Linux
+        return "one that torch finds, without a kernel module here"
     return match[1] if match else None
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from functron import checkpoint
 from functron.checkpoint.restore import read_params
-from functron.cli.launch import RunOptions, device_type, join, launch, leave
+from functron.cli.launch import RunOptions, choose_device, join, launch, leave
 from functron.cli.options import parse
-from functron.cli.process import Process, current, mistakes
+from functron.cli.process import Process, current, grow_segments, mistakes
 from functron.core import random, tree
 from functron.core.chart import bytes_text
 from functron.core.errors import Problem, raise_problems, refuse
@@ -96,7 +96,8 @@ def run(arguments: Sequence[str]) -> int:
         config = _configure(options, mesh)
         _check(config, options, mesh, here)
         path = checkpoint.latest(options.run / run_folder.CHECKPOINTS)
-        kind = device_type(options.device, options.nproc)
+        kind = choose_device(options.device, options.nproc)
+        grow_segments(kind)
     if here is None and options.nproc:
         return launch(options.nproc, ["-m", "functron", "evaluate", *arguments])
     with mistakes():
@@ -370,7 +371,8 @@ def sample(arguments: Sequence[str]) -> int:
         mesh = Mesh.parse(options.mesh)
         config = load(options.run / run_folder.CONFIG, known_only=True)
         _check_prompt(options, config, mesh, here)
-        kind = device_type(options.device, options.nproc)
+        kind = choose_device(options.device, options.nproc)
+        grow_segments(kind)
         tokenizer = _open_tokenizer(options, config)
         complete = _continue_prompt if config.family.respond is None else _answer_prompt
         program = complete(options, config, tokenizer)

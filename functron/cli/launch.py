@@ -44,7 +44,6 @@ from functron.cli.process import (
     InputError,
     Process,
     current,
-    grow_segments,
     local_world_size,
     mistakes,
     read_token,
@@ -104,10 +103,8 @@ def started_problems(nproc: int, here: Process | None) -> Iterator[Problem]:
         yield Problem("nproc", got, wanted, fix)
 
 
-def device_type(name: str, processes: int = 1) -> str:
+def choose_device(name: str, processes: int = 1) -> str:
     """ "cpu" or "cuda" for the option --device and so many processes on this machine.
-
-    Before a GPU's memory is used, its allocator is set up: `functron.cli.process.grow_segments`.
 
     Raises:
         ValueError: cuda is asked for and there is none, or fewer GPUs than processes.
@@ -120,8 +117,6 @@ def device_type(name: str, processes: int = 1) -> str:
             f"nproc: got {processes} for {torch.cuda.device_count()} GPUs; wanted a GPU each; "
             "fix: simulate the mesh (--nproc 0), or --device cpu"
         )
-    if kind == "cuda":
-        grow_segments()
     return kind
 
 

@@ -120,7 +120,7 @@ _SEGMENTS = "expandable_segments:True"
 _NVML = "libnvidia-ml.so.1"
 
 
-def grow_segments() -> str:
+def grow_segments(device_type: str) -> str:
     """Have the allocator of a GPU's memory grow its segments, unless the user has set it otherwise.
 
     Segments of fixed sizes leave gaps that nothing fits into. To be called before memory is used;
@@ -129,8 +129,10 @@ def grow_segments() -> str:
     it unseen to map a segment.
 
     Returns:
-        The setting in force, for the user.
+        The setting in force, for the user; "" on a CPU, where there is none.
     """
+    if device_type != "cuda":
+        return ""
     given = next((name for name in ALLOCATOR if name in os.environ), None)
     if given is None and not _has_library(_NVML):
         return f"in segments of fixed sizes: {_NVML} is missing, which growing ones need"

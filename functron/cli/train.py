@@ -22,7 +22,15 @@ from tqdm import tqdm
 from functron import apps
 from functron.checkpoint.memory import folder_of
 from functron.checkpoint.saver import Moments, nowhere
-from functron.cli.launch import PROGRAM, count_problems, device_type, join, launch, leave, supervise
+from functron.cli.launch import (
+    PROGRAM,
+    choose_device,
+    count_problems,
+    join,
+    launch,
+    leave,
+    supervise,
+)
 from functron.cli.options import (
     named_fields,
     options_of,
@@ -119,7 +127,7 @@ def run(
             given=given,
         )
         machine = _read_machine(options.hardware)
-        kind = device_type(config.compute.device, config.parallelism.nproc)
+        kind = choose_device(config.compute.device, config.parallelism.nproc)
         if options.dry_run:
             if here is None or here.rank == 0:
                 done = run_folder.steps_done(config)
@@ -127,6 +135,7 @@ def run(
                 made = make_setup(config, Mesh.parse(config.parallelism.mesh), kind)
                 print(_dry(made, machine, kind))
             return 0
+    segments = grow_segments(kind)
     if config.compute.deterministic:  # cuBLAS reads it when it makes its first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     restarts = None if guard is None else guard.settings_of_restarts(config)
@@ -142,8 +151,7 @@ def run(
     foreseen = None
     if main_rank:
         lines = _introduction(made, here)
-        if kind == "cuda":
-            lines.append(f"memory {grow_segments()}")
+        lines += [f"memory {segments}"] if segments else []
         if machine is None:
             machine = own_machine(config, kind)
         if machine is not None:
@@ -457,7 +465,8 @@ def rerun(arguments: Sequence[str]) -> int:
     here = current()
     with mistakes():
         config, exact = _of_run(options, here)
-        kind = device_type(config.compute.device, config.parallelism.nproc)
+        kind = choose_device(config.compute.device, config.parallelism.nproc)
+        grow_segments(kind)
     if here is None and config.parallelism.nproc:
         return launch(config.parallelism.nproc, ["-m", "functron", "rerun", *arguments])
     mesh = Mesh.parse(config.parallelism.mesh)

@@ -397,7 +397,9 @@ def _compile_kernels(
     made: dict[Kernel, tuple[GraphKernel, str]] = {}
     on_cpu = all(value.device.type == "cpu" for kernel in kernels for value in kernel.reads)
     beside = inductor.compile_in_background() if on_cpu else nullcontext()
-    with inductor.directory(cache) as folder, beside:
+    recorder = mesh.recorder if isinstance(mesh, BoundMesh) else None
+    compiling = nullcontext(lambda: None) if recorder is None else recorder.compile()
+    with compiling as go_on, inductor.directory(cache) as folder, beside:
         # each process begins with another kernel, leaves out those that others are compiling, and
         # finds them on disk later
         start = rank % max(1, len(kernels))
@@ -407,6 +409,7 @@ def _compile_kernels(
                 given = graphs[kernel], kernel.reads, options, folder
                 found = made.get(kernel) or inductor.compile_graph(*given, wait=wait)
                 made |= {} if found is None else {kernel: found}
+                go_on()
     return {kernel: made[kernel] for kernel in kernels}
 
 

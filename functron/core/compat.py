@@ -626,8 +626,11 @@ def runs_gloo(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) in ("gloo", _ORDERED_GLOO)
 
 
-def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Have a group's collectives give up after so long: new groups do not take it from others."""
+def set_group_timeout(group: dist.ProcessGroup | None, seconds: float) -> None:
+    """Have a group's collectives give up after so long; None: the default group's.
+
+    New groups do not take it from others.
+    """
     c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 

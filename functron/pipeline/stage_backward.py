@@ -402,13 +402,15 @@ def _declare_cotangents(y: tree.Tree) -> tuple[list[torch.Tensor], list[Var]]:
 
 
 def _bind_mesh(mesh: Mesh) -> BoundMesh | None:
-    """`mesh` on the process groups of the axes in force."""
+    """`mesh` on the process groups of the axes in force, if there are processes."""
     axes = {name: axis for name, axis in scope().axes.items() if isinstance(axis, BoundAxis)}
     coordinate = {name: axes[name].index if name in axes else 0 for name in mesh.axis_names}
     rank = mesh.rank_at(coordinate)
     groups = {name: axis.group for name, axis in axes.items()}
-    recorder = next((axis.recorder for axis in axes.values()), None)
-    return BoundMesh(mesh, rank, coordinate, groups, "cpu", recorder) if axes else None
+    stages = scope().stages
+    recorder = next((axis.recorder for axis in axes.values()), stages and stages.recorder)
+    bound = BoundMesh(mesh, rank, coordinate, groups, "cpu", recorder)
+    return bound if axes or recorder is not None else None
 
 
 def _leaf_key(leaf: Any) -> Any:

@@ -12,6 +12,7 @@ there the group is a `RecordedGroup`. Without a recorder there is neither.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 import weakref
@@ -111,6 +112,9 @@ class FlightRecorder:
         waiting: for what this process waits; None: for nothing.
         seconds: by axis, how long it has waited in all.
         marked: seconds of the processor in sections of a step that mark themselves, in all.
+        compiling: since when this process has been compiling a kernel, of `time.monotonic`; None:
+            it is not.
+        compiled: when it last ended to compile one.
     """
 
     def __init__(self, device_type: str = "cpu"):
@@ -123,6 +127,8 @@ class FlightRecorder:
         self.waiting: Waiting | None = None
         self.seconds: dict[str, float] = {}
         self.marked: dict[str, float] = {}
+        self.compiling: float | None = None
+        self.compiled = -math.inf
         self.device: DeviceClock | None = DeviceClock() if device_type == "cuda" else None
         self.agreement: Agreement | None = None
         self._numbers: dict[CollectiveKind, int] = {}
@@ -224,6 +230,24 @@ class FlightRecorder:
         """How many collectives over the same axis the step had entered before this one."""
         before = self.sequence[: max(0, waiting.ordinal - self.dropped)]
         return sum(self.kinds[number].axis == waiting.kind.axis for number in before)
+
+    @contextlib.contextmanager
+    def compile(self) -> Iterator[Callable[[], None]]:
+        """Record that this process compiles in a with block, while others may wait for it.
+
+        Yields:
+            What is to be called after each kernel.
+        """
+
+        def go_on() -> None:
+            self.compiling = time.monotonic()
+
+        go_on()
+        try:
+            yield go_on
+        finally:  # in this order: another thread reads them in the other
+            self.compiled = time.monotonic()
+            self.compiling = None
 
     @contextlib.contextmanager
     def measure(self, section: str) -> Iterator[None]:
@@ -388,14 +412,14 @@ class Agreement:
 
     Args:
         store: of this process alone, as another thread may wait in the job's.
-        seconds: that the others have.
+        seconds: that the others have; may be set anew.
         one_order: all ranks enter all of their collectives in one order. Stages of a pipeline,
             which run different programs, do not: only collectives over the same axis are compared
             then; for the others it is reported that a rank is missing.
     """
 
     def __init__(self, store: dist.Store, rank: int, seconds: float, one_order: bool = True):
-        self._store, self._rank, self._seconds = store, rank, seconds
+        self._store, self._rank, self.seconds = store, rank, seconds
         self._one_order = one_order
         self._counts: Counter[tuple] = Counter()
         self._told: deque[list[str]] = deque([[]])
@@ -414,12 +438,12 @@ class Agreement:
         others = [rank for rank in ranks if rank != self._rank]
         keys = [f"agree/{place}/{rank}" for rank in others]
         try:
-            self._store.wait(keys, timedelta(seconds=self._seconds))
+            self._store.wait(keys, timedelta(seconds=self.seconds))
         except RuntimeError as error:
             late = [r for r, key in zip(others, keys, strict=True) if not self._store.check([key])]
             raise DisagreementError(
                 f"collective {place}, step {step + 1}: got nothing from rank "
-                f"{', '.join(map(str, late))} for {self._seconds:g} s; wanted it in {kind}"
+                f"{', '.join(map(str, late))} for {self.seconds:g} s; wanted it in {kind}"
             ) from error
         for rank, key in zip(others, keys, strict=True):
             theirs, matched, text = self._store.get(key).decode().split("|", 2)

@@ -266,6 +266,10 @@ class Membership:
     closed: str = ""
     links: dict[str, dict[Link, str]] = field(default_factory=dict)
 
+    def list_links(self) -> set[str]:
+        """The names of those groups, over all axes."""
+        return {name for links in self.links.values() for name in links.values()}
+
 
 @dataclass(frozen=True)
 class BoundMesh(NamedAxes):
@@ -340,6 +344,15 @@ class BoundMesh(NamedAxes):
         for work in dist.batch_isend_irecv(batch):
             work.wait()
 
+    def set_timeout(self, seconds: float) -> None:
+        """Have collectives over this mesh that start from now on give up after so long."""
+        if self.membership.closed:
+            return
+        for name in (*self.membership.list_links(), *self.groups.values()):
+            compat.set_group_timeout(compat.group(name), seconds)
+        if self.recorder is not None and self.recorder.agreement is not None:
+            self.recorder.agreement.seconds = seconds
+
     def leave(self, why: str) -> None:
         """Close the groups of this mesh, in this process: ranks that wait in them find out.
 
@@ -347,8 +360,7 @@ class BoundMesh(NamedAxes):
         new groups, on all ranks together.
         """
         self.membership.closed = why
-        made = (name for links in self.membership.links.values() for name in {*links.values()})
-        for name in (*made, *self.groups.values()):
+        for name in (*self.membership.list_links(), *self.groups.values()):
             compat.close_group(name, self.device_type)
 
 

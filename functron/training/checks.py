@@ -44,7 +44,7 @@ from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.training import data, evaluation, records, run_folder
 from functron.training.config import TrainConfig, configure, load, with_model, with_precision
 from functron.training.resume import recipe_text
-from functron.training.setup import RunSetup, with_additions
+from functron.training.setup import RunSetup, offload_problems, with_additions
 
 _OFF = "leave it out, or train a GPT"
 _ALL_LOGITS = "0: logits of all tokens at once"
@@ -390,6 +390,7 @@ def _mesh_problems(config: TrainConfig, mesh: Mesh, processes: int | None) -> It
         wanted = "tokens that tp splits, where experts are divided over it"
         fix = "add --sequence-parallel, or leave tp out of it"
         yield Problem("expert_axes", repr(ranks.expert_axes), wanted, fix)
+    yield from offload_problems(config, config.compute.device)
     compiled = config.compute.compile is True and config.compute.device != "cpu"
     if config.compute.cuda_graph and not compiled:
         got, fix = "true without compile on a GPU", "add --compile, or leave it out"

@@ -156,7 +156,7 @@ def check_expert_memory(setup: RunSetup, device_bytes: int) -> None:
     """
     config, model = setup.config, setup.config.architecture
     moe = getattr(model, "moe", None)
-    if moe is None or moe.capacity_factor or not config.compute.compile:
+    if moe is None or moe.capacity_factor or not setup.is_compiled:
         return
 
     def peak_bytes(factor: float) -> int:

@@ -29,6 +29,9 @@ from functron.core.settings import setting
 from functron.program.cost import peak_memory_bytes
 from functron.training import records
 
+COMPILE_SECONDS = 1800.0
+"""How long one kernel of a step may compile; the other ranks wait so much longer."""
+
 Step = Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
 """``(state, batch) -> (state, metrics)``."""
 
@@ -40,7 +43,7 @@ class WaitingConfig:
     Attributes:
         timeout_seconds: after which processes give up on one that has stopped: in collectives, and
             in saves where it shows no sign of life. A fifth of it where nobody else comes at all,
-            as far as a process can tell.
+            as far as a process can tell; half an hour more where others may compile.
         check_programs: compare before every collective what its ranks are about to enter, by the
             job's store, and end with what differs, before they wait for one another. Slow: for a
             step that hangs.

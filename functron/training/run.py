@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from functron.checkpoint.memory import Memory
 from functron.checkpoint.saver import Moments, nowhere
 from functron.compiler.jit import jit
 from functron.core import random, tree
-from functron.core.errors import refuse
+from functron.core.errors import raise_problems, refuse
 from functron.data import Blend, Samples
 from functron.data.sampling import Gaps, RampUp, drawn, mix
 from functron.ops.launch import arch_of, usable
@@ -38,7 +39,7 @@ from functron.training.evaluation import HeldOut, evaluate, loss_program, open_s
 from functron.training.loop import At, LoopHook, Request, close_with, end_process
 from functron.training.records import Reporter
 from functron.training.resume import restore_state
-from functron.training.setup import RunSetup, Watch, make_setup
+from functron.training.setup import RunSetup, Watch, make_setup, offload_problems
 from functron.training.step import State
 
 
@@ -104,6 +105,12 @@ class Run:
     def gaps(self) -> Gaps:
         """The samples that it leaves out."""
         return self.config.gaps
+
+    def is_first_of_kind(self, step: int) -> bool:
+        """Whether a step, from 0, is one of a new kind, which takes longer: it may compile."""
+        size = self.batches.batch_size
+        grown = step > self.start and size(step) != size(step - 1)
+        return step == self.start or grown or (self.watch is not None and self.watch.due(step))
 
     def samples_of(self, step: int) -> dict[str, Any]:
         """The samples of `step`, for events: ``samples``, ``[first, end]``, and their ``sources``.
@@ -246,17 +253,8 @@ def prepare(
     held_out = open_sets(config, reader=lambda _: tokenizer)
     where = torch.device(device)
     made = make_setup(config, mesh, where.type)
-    if config.precision.float32_matmul == "high" and where.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(where)
-        if major < 8:
-            got, wanted = f"high on compute capability {major}.{minor}", "8.0 or more, with TF32"
-            refuse("this GPU has no TF32", "float32_matmul", got, wanted, "leave it out")
     if where.type == "cuda":
-        check_expert_memory(made, torch.cuda.get_device_properties(where).total_memory)
-    recipe = config.precision.recipe
-    if recipe is not None and where.type == "cuda" and config.compute.kernels != "reference":
-        capability = torch.cuda.get_device_capability(where)
-        check_gpu(recipe, config.gpt.torch_dtype, capability, experts=config.gpt.moe is not None)
+        _check_gpu(made, where)
     at("open", 0)
     with _compile_kernels(made, where):
         kept = _find_in_memory(made, memory, begin_from, where)
@@ -272,6 +270,22 @@ def prepare(
         made, text, state, step, watch, where, start, held_out, program, notes, begin_from,
         around, at, memory, kept is not None, data.describe_rules(config, tokenizer),
     )  # fmt: skip
+
+
+def _check_gpu(made: RunSetup, device: torch.device) -> None:
+    """Refuse a run that this GPU, or GPUs, cannot take steps of."""
+    config = made.config
+    raise_problems("cannot compile the step", offload_problems(config, "cuda"))
+    recipe, experts = config.precision.recipe, config.gpt.moe is not None
+    if config.precision.float32_matmul == "high":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            got, wanted = f"high on compute capability {major}.{minor}", "8.0 or more, with TF32"
+            refuse("this GPU has no TF32", "float32_matmul", got, wanted, "leave it out")
+    check_expert_memory(made, torch.cuda.get_device_properties(device).total_memory)
+    if recipe is not None and config.compute.kernels != "reference":
+        capability = torch.cuda.get_device_capability(device)
+        check_gpu(recipe, config.gpt.torch_dtype, capability, experts=experts)
 
 
 def _compile_kernels(made: RunSetup, device: torch.device) -> AbstractContextManager[None]:
@@ -382,7 +396,9 @@ class Job:
         """That of the processes of `run`. Collective."""
         if not isinstance(run.mesh, BoundMesh):
             return cls(False, True)
-        group = dist.new_group(backend="gloo") if run.device.type == "cuda" else None
+        seconds = timedelta(seconds=run.config.watchdog.timeout_seconds)
+        on_gpus = run.device.type == "cuda"
+        group = dist.new_group(backend="gloo", timeout=seconds) if on_gpus else None
         recorder = run.mesh.recorder
         entered = None if recorder is None else recorder.record
         return cls(True, run.mesh.rank == 0, group, entered)

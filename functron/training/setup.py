@@ -806,6 +806,13 @@ _COMPILED = (
 """The needs of a `RunSetup` for its steps to be compiled by themselves."""
 
 
+def offload_problems(config: TrainConfig, device: str) -> Iterator[Problem]:
+    """Optimizer state in host memory, which a compiled step of a GPU does not reach."""
+    if config.compute.compile is True and config.optimizer.offload and device == "cuda":
+        got, fix = "true with optimizer.offload on a GPU", "--compile auto, or no optimizer.offload"
+        yield Problem("compile", got, "all of a compiled step's tensors on one device", fix)
+
+
 def _has_compilers(made: RunSetup) -> bool:
     triton = importlib.util.find_spec("triton")
     return triton is not None and any(map(shutil.which, ("cc", "gcc", "clang")))

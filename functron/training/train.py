@@ -29,6 +29,7 @@ from functron.training import data, records, run_folder
 from functron.training.data import prefetch
 from functron.training.evaluation import EvaluationHook
 from functron.training.loop import (
+    COMPILE_SECONDS,
     EXIT_AFTER,
     RESHAPE,
     At,
@@ -124,7 +125,8 @@ def train(
         events = out / records.EVENTS if job.main and out is not None else None
         write = stack.enter_context(records.event_log(events))
         session = Session(run, out, job, write, stop, peak, began, hung, also, stack)
-        session.hooks = [*_listen_for_recorder(run), *make_section_hooks(session)]
+        first = [*_listen_for_recorder(run), *_wait_for_compilers(session)]
+        session.hooks = [*first, *make_section_hooks(session)]
         return _train_on(session)
 
 
@@ -453,6 +455,28 @@ def _listen_for_recorder(run: Run) -> list[LoopHook]:
             recorder.begin(step)
 
     return [PhaseHook(begin)]
+
+
+def _wait_for_compilers(session: Session) -> list[LoopHook]:
+    """Have collectives wait longer where ranks compile, which takes some longer than others."""
+    run, job = session.run, session.job
+    mesh, seconds = run.mesh, run.config.watchdog.timeout_seconds
+    if not isinstance(mesh, BoundMesh) or not run.setup.is_compiled:
+        return []
+    longer = False
+
+    def wait(name: str, step: int) -> None:
+        nonlocal longer
+        before = longer
+        first = name == "step" and session.run.is_first_of_kind(step)
+        # ranks agree with those that compile yet
+        longer = first or name == "evaluate" or (before and name == "agree")
+        if longer != before:
+            limit = seconds + COMPILE_SECONDS if longer else seconds
+            mesh.set_timeout(limit)
+            compat.set_group_timeout(job.group, limit)
+
+    return [PhaseHook(wait)]
 
 
 def _log_end(session: Session, stopped_by: int | None) -> None:

@@ -87,6 +87,13 @@ def test_gpus_are_those_of_the_driver(here):
         assert f"gpu {len(listed.splitlines()) - 1}" in here
 
 
+def test_a_driver_that_has_no_kernel_module_here_is_there(monkeypatch):
+    monkeypatch.setattr(doctor.Path, "is_file", lambda path: False)
+    assert doctor._find_driver() is None or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert doctor._find_driver() == "one that torch finds, without a kernel module here"
+
+
 def test_gloo_is_there_where_a_process_group_can_be_made(here, tmp_path):
     try:
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/a", rank=0, world_size=1)

@@ -467,20 +467,20 @@ def test_the_allocator_of_a_gpu_grows_its_segments_unless_the_user_says_otherwis
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
         monkeypatch.delenv(name)
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
-    assert launch.device_type("auto") == "cpu"
-    assert not {*process.ALLOCATOR} & {*os.environ}
+    assert launch.choose_device("auto") == "cpu"
+    assert process.grow_segments("cpu") == ""
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 1)
+    assert launch.choose_device("auto") == "cuda"
     monkeypatch.setattr(process, "_has_library", lambda name: False)
-    assert launch.device_type("auto") == "cuda"
+    assert "libnvidia-ml.so.1 is missing" in process.grow_segments("cuda")
     assert not {*process.ALLOCATOR} & {*os.environ}
-    assert "libnvidia-ml.so.1 is missing" in process.grow_segments()
     monkeypatch.setattr(process, "_has_library", lambda name: True)
-    assert launch.device_type("auto") == "cuda"
+    process.grow_segments("cuda")
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     for name in process.ALLOCATOR:
         monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
         monkeypatch.setenv(name, "max_split_size_mb:64")
-        assert process.grow_segments() == f"{name}=max_split_size_mb:64"
+        assert process.grow_segments("cuda") == f"{name}=max_split_size_mb:64"
         assert {*process.ALLOCATOR} & {*os.environ} == {name}
         monkeypatch.delenv(name)

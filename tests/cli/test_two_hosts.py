@@ -85,15 +85,17 @@ def test_a_cable_that_is_cut_is_named_on_both_sides(hosts, tmp_path):
     assert (event["kind"], event["reason"], event["axis"]) == ("hang", "connection", "dp")
 
 
-def test_a_machine_whose_processes_die_ends_the_other(hosts, tmp_path):
+@pytest.mark.parametrize("dies", [0, 1])  # that of rank 0, where launchers meet, or the other one
+def test_a_machine_whose_processes_die_ends_the_other(hosts, tmp_path, dies):
     out = tmp_path / "run"
     launched = hosts.launch("train", *SMALL, *WATCHED, "--mesh", "dp=2,tp=2", "--out", out)
     await_steps(out, 3)
-    hosts.kill(0)
-    (killed, _), (code, said) = launched.wait(60)
-    assert (killed, code) == (-9, 1)
+    hosts.kill(dies)
+    ends = launched.wait(60 if dies == 0 else 30)
+    code, said = ends[1 - dies]
+    assert (ends[dies][0], code) == (-9, 1)
     assert re.search(r"LostRanksError: p\w+ over 'dp' .* lost the others", said), said
-    assert ADDRESSES[0] in said
+    assert ADDRESSES[dies] in said
 
 
 RATE = 20_000_000  # bits per second, of a slow cable

@@ -239,6 +239,19 @@ def _receive_objects(objects, src=None, group=None, device=None, group_src=None,
     return sender
 
 
+def _eigh(matrix, uplo="L", vectors=True):
+    launch("eigh")
+    return torch.empty_like(matrix[..., 0]), torch.empty_like(matrix if vectors else matrix[:0])
+
+
+def _qr(matrix, mode="reduced"):
+    launch("qr")
+    rows, columns = matrix.shape[-2:]
+    least = rows if mode == "complete" else min(rows, columns)
+    shapes = (rows, least), (least, columns)
+    return tuple(matrix.new_empty((*matrix.shape[:-2], *shape)) for shape in shapes)
+
+
 _library: Any = None
 
 
@@ -257,6 +270,8 @@ def install() -> None:
         ("_scaled_dot_product_cudnn_attention_backward", _attend_backward),
         ("embedding_dense_backward", _embed_backward),
         ("erfinv", _erfinv),
+        ("_linalg_eigh", _eigh),
+        ("linalg_qr", _qr),
     ):
         _library.impl(name, fn, "CUDA")
     for module in (dist, c10d):

@@ -11,6 +11,8 @@ from tests.fake_gpu.journal import Process
 pytestmark = pytest.mark.fake_gpu
 
 DENSE, MIXTURE = ("--model", "llama3-tiny"), ("--model", "mixtral-tiny")
+HELD_OUT = ("--format", "text", "--data", __file__, "--eval-every", "2", "--eval-batches", "2")
+HELD_OUT += ("--eval-data", f"own={__file__}")
 CASES = {
     "one": (1, *DENSE),
     "one compiled": (1, *DENSE, "--compile"),
@@ -18,6 +20,8 @@ CASES = {
     "offload": (1, *DENSE, "--optimizer.offload"),
     "microbatches": (1, *DENSE, "--microbatches", "4"),
     "saves": (1, *DENSE, "--save-every", "1"),
+    "held out": (1, *DENSE, *HELD_OUT),
+    "soap": (1, *DENSE, "--optimizer.name", "soap"),
     "muon": (1, *DENSE, "--optimizer.name", "muon"),
     "int8 moments": (1, *DENSE, "--optimizer.mu-dtype", "int8", "--optimizer.nu-dtype", "int8"),
     "dp": (2, *DENSE, "--mesh", "dp=2"),
@@ -33,6 +37,7 @@ CASES = {
     "cp compiled": (2, *DENSE, "--mesh", "cp=2", "--compile"),
     "pp": (2, *DENSE, "--mesh", "pp=2", "--microbatches", "4"),
     "pp compiled": (2, *DENSE, "--mesh", "pp=2", "--microbatches", "4", "--compile"),
+    "pp held out": (2, *DENSE, *HELD_OUT, "--mesh", "pp=2", "--microbatches", "2"),
     "pp zb-h1": (2, *DENSE, "--mesh", "pp=2", "--microbatches", "4", "--schedule", "zb-h1"),
     "pp interleaved": (
         4,
@@ -60,6 +65,8 @@ CASES = {
     "dp offload saves": (2, *DENSE, "--mesh", "dp=2", "--optimizer.offload", "--save-every", "1"),
     "experts": (1, *MIXTURE),
     "ep": (2, *MIXTURE, "--mesh", "ep=2"),
+    "fsdp soap": (2, *DENSE, "--optimizer.name", "soap", "--mesh", "fsdp=2"),
+    "dp held out": (2, *DENSE, *HELD_OUT, "--mesh", "dp=2"),
     "dp tp": (4, *DENSE, "--mesh", "dp=2,tp=2"),
     "dp pp": (4, *DENSE, "--mesh", "dp=2,pp=2", "--microbatches", "2"),
     "fsdp tp": (4, *DENSE, "--mesh", "fsdp=2,tp=2"),
@@ -71,8 +78,9 @@ CASES = {
     "fsdp cp": (4, *DENSE, "--mesh", "fsdp=2,cp=2"),
     "fsdp pp": (4, *DENSE, "--mesh", "fsdp=2,pp=2", "--microbatches", "2"),
 }
-WAITING = ("mixtral-tiny", "--optimizer.offload", "--save-every")
-"""Options with which the host waits in a step: for counts of rows, pieces of state, copies."""
+WAITING = ("mixtral-tiny", "--optimizer.offload", "--save-every", "--eval-every", "soap")
+"""Options with which the host waits in a step: for counts of rows, pieces of state, copies, losses,
+and whether bases turn."""
 STEPS = 4
 FIXED = ("--steps", str(STEPS), "--global-batch", "8", "--seq", "64")
 

@@ -1,6 +1,11 @@
-"""``functron train`` that marks its steps in the stand-in's log, and says what memory it took."""
+"""``functron train`` that marks its steps in the stand-in's log, and says what memory it took.
+
+Values that decide what the host does are put in: how many targets a batch has that is held out, and
+whether SOAP's bases begin or turn in an update.
+"""
 
 import ctypes
+import importlib
 import sys
 from dataclasses import dataclass
 
@@ -8,6 +13,7 @@ import torch
 
 from functron.cli.main import main
 from functron.core.settings import setting
+from functron.training import run
 from functron.training.loop import At, LoopHook
 from functron.training.run import Session
 from functron.training.setup import RunSetup, make_setup
@@ -31,6 +37,24 @@ class Marks(LoopHook):
     def end(self, at: At) -> None:
         peak = torch.cuda.max_memory_allocated()
         say(f'"op": "memory", "peak": {peak}, "promised": {self.promised}')
+
+
+def put_in_values() -> None:
+    """Have the host decide by values that it knows, in place of those of kernels."""
+    make_program, flags = run.loss_program, iter((True, False, False, True))
+
+    def make_counted(setup: RunSetup):
+        program = make_program(setup)
+        return lambda params, batch: (program(params, batch)[0], batch["targets"].numel())
+
+    run.loss_program = make_counted
+
+    def read_flag(flag: torch.Tensor) -> bool:
+        bool(flag)  # as it does, which waits
+        return next(flags, False)
+
+    # of each update whether it is the first, and whether bases turn
+    importlib.import_module("functron.optim.soap")._read_flag = read_flag
 
 
 def promise_bytes(setup: RunSetup) -> float:
@@ -59,4 +83,5 @@ class MarksConfig:
 
 
 if __name__ == "__main__":
+    put_in_values()
     sys.exit(main(sections={"marks": MarksConfig}))

@@ -268,6 +268,16 @@ def test_every_problem_is_reported_at_once(tmp_path):
     assert dataclasses.asdict(config) == before
 
 
+def test_a_compiled_step_on_a_gpu_does_not_reach_state_in_host_memory():
+    config = configure(compile=True, optimizer__offload=True, global_batch=2, seq=16, format="mock")
+    says = r"compile: got true with optimizer\.offload on a GPU; .* fix: --compile auto, or no"
+    with pytest.raises(ValueError, match=says):
+        validate(configure(config, device="cuda"))
+    with pytest.raises(ValueError, match=says):  # of auto, which finds one
+        prepare(config, Mesh(), "cuda")
+    validate(configure(config, device="cpu"))
+
+
 def test_experts_and_long_contexts_that_cannot_be():
     text = problems(configure(mesh="ep=2"))
     assert "mesh: got ep=2; wanted ep=1: this decoder has no experts" in text

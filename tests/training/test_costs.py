@@ -161,7 +161,8 @@ def test_experts_without_a_capacity_are_refused_where_the_worst_case_does_not_fi
         )
         with pytest.raises(ValueError, match=wanted):
             check_expert_memory(made(0.0), room)
-        check_expert_memory(made(0.0, compile=False), room)  # which makes room for what came
+        for uncompiled in (False, "auto"):  # which makes room for what came
+            check_expert_memory(made(0.0, compile=uncompiled), room)
         check_expert_memory(made(factor), room)
     few = SimpleNamespace(total_memory=peaks[1.0] - 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)

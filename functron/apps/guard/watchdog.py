@@ -41,7 +41,7 @@ from functron.spmd.flight import (
     describe,
     list_ranks,
 )
-from functron.training.loop import LoopHook, PhaseHook, WaitingConfig
+from functron.training.loop import COMPILE_SECONDS, LoopHook, PhaseHook, WaitingConfig
 from functron.training.records import EVENTS, event_log
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class WatchdogConfig(WaitingConfig):
         hang_after: seconds in which nothing of a step moves after which the processes find out
             which rank never came to which collective, and end: see hangs/ in the run folder. At
             most half of timeout_seconds; steps may take three times as long as the longest one did,
-            and the first one, saves and evaluations almost timeout_seconds. 0: never.
+            and the first one, saves and evaluations almost timeout_seconds. While a rank compiles
+            nobody counts as hanging, unless a kernel takes half an hour. 0: never.
     """
 
     hang_after: float = setting(150.0, least=0, need=ON_PROCESSES)
@@ -98,11 +99,6 @@ class WatchdogConfig(WaitingConfig):
         if not (watched and isinstance(mesh, BoundMesh) and mesh.recorder is not None):
             return None
 
-        def compiles(step: int) -> bool:
-            run, batches = session.run, session.run.batches
-            grown = step > run.start and batches.batch_size(step) != batches.batch_size(step - 1)
-            return step == run.start or grown or (run.watch is not None and run.watch.due(step))
-
         assert out is not None
         dog = Watchdog.of(
             mesh,
@@ -110,7 +106,7 @@ class WatchdogConfig(WaitingConfig):
             session.job.across(time.time(), dist.ReduceOp.MAX),
             hang_after=self.hang_after,
             timeout=self.timeout_seconds,
-            fresh=compiles,
+            fresh=lambda step: session.run.is_first_of_kind(step),
             end=session.end_process,
             group=session.job.group,
         )
@@ -439,9 +435,9 @@ class Watchdog:
         """Watch; end the process where the job hangs."""
         while not self._closed.wait(POLL_SECONDS):
             last = self._last
-            silent = time.monotonic() - last.since
-            hangs = silent > last.limit
-            if not hangs and (silent < self.hang_after / 2 or not self._reports()):
+            hangs = self._silent_seconds(last) > last.limit
+            asks = time.monotonic() - last.since >= self.hang_after / 2
+            if not hangs and not (asks and self._reports()):
                 continue
             if (self.folder / VERDICT).exists():  # this process was stopped meanwhile
                 self.end(self._read_first_report(), self._speaks())
@@ -451,6 +447,19 @@ class Watchdog:
                 self._end(found)
                 return
 
+    def _compiled(self) -> float:
+        """When this process last compiled, of `time.monotonic`: now, if it is about to."""
+        recorder, now = self.recorder, time.monotonic()
+        began = recorder.compiling
+        if began is None:
+            return recorder.compiled
+        return now if now - began <= COMPILE_SECONDS else began
+
+    def _silent_seconds(self, last: _Heard) -> float:
+        """For how long the loop has told nothing, and nothing was compiled."""
+        compiled = self._compiled()
+        return max(0.0, time.monotonic() - max(last.since, compiled))
+
     def _find_verdict(self) -> Verdict | None:
         """The verdict, once reports are here; None where the loop goes on after all."""
         last, until = self._last, time.monotonic() + REPORT_SECONDS
@@ -459,7 +468,7 @@ class Watchdog:
         self._tell(heard, False)
         probe = threading.Thread(target=self._listen, args=(heard,), daemon=True)
         probe.start()
-        told = False
+        told, reports = False, self._reports()
         while time.monotonic() < until:
             if self._last is not last:
                 self._withdraw()
@@ -468,15 +477,18 @@ class Watchdog:
                 told = True
                 self._tell(heard, True)
             reports = self._reports()
+            if any(report["patient"] for report in reports.values()):
+                break
             if len(reports) == size and all(report["complete"] for report in reports.values()):
                 break
             time.sleep(0.1)
         if not told:
             self._tell(heard, True)
-        reports = self._reports()
+        reports |= self._reports()
         if any(report["patient"] for report in reports.values()):
-            self._withdraw()  # somebody has more time than that; ask again
-            self._closed.wait(POLL_SECONDS)
+            # somebody has more time than that; ask again, once all have read it
+            self._closed.wait(2 * POLL_SECONDS)
+            self._withdraw()
             return None
         return verdict(reports, size)
 
@@ -535,7 +547,8 @@ class Watchdog:
     def report(self) -> dict[str, Any]:
         """The report of this process: its stacks, and the collective that it waits for."""
         last, recorder = self._last, self.recorder
-        silent = time.monotonic() - last.since
+        silent = self._silent_seconds(last)
+        patient = last.phase in PATIENT or self._compiled() > last.since
         frames = sys._current_frames()
         main = frames.get(self._main)
         waiting = recorder.waiting
@@ -558,7 +571,8 @@ class Watchdog:
             "step": last.step,
             "phase": last.phase,
             "silent_seconds": round(silent, 3),
-            "patient": last.phase in PATIENT and silent <= last.limit,
+            "patient": patient and silent <= last.limit,
+            "compiling": recorder.compiling is not None,
             "waiting": about,
             "at": _line(main),
             "kinds": [_kind(kind) for kind in recorder.kinds],

@@ -7,7 +7,9 @@ import time
 
 import pytest
 
-from functron.apps.guard.watchdog import HANGS, verdict
+from functron.apps.guard import watchdog
+from functron.apps.guard.watchdog import HANGS, Place, Watchdog, verdict
+from functron.spmd.flight import FlightRecorder
 from functron.training.loop import HANG_CODE
 from functron.training.records import EVENTS, read
 
@@ -183,3 +185,96 @@ def test_a_detour_is_found_before_anybody_waits(torchrun, tmp_path):
     assert "(step 4) on rank 1 where rank" in done.stderr
     assert "torch.where" in done.stderr
     assert not (tmp_path / "run" / HANGS).exists()
+
+
+def watch(tmp_path, seconds: float) -> Watchdog:
+    recorder, about = FlightRecorder(), {"hang_after": seconds, "patience": seconds, "peers": None}
+    end = {"fresh": lambda step: step == 0, "end": lambda text, first: None}
+    return Watchdog(tmp_path, recorder, 0, 0, [Place.here()], 1.0, **about, **end)
+
+
+def test_while_it_compiles_and_right_after_it_a_rank_has_more_time(tmp_path, monkeypatch):
+    dog = watch(tmp_path, 0.3)
+    for phase, first in (("step", 0), ("step", 1)):  # of the second nobody knew that it compiles
+        dog.phase(phase, first)
+        time.sleep(0.4)
+        assert not dog.report()["patient"]
+        with dog.recorder.compile() as go_on:
+            time.sleep(0.4)
+            assert dog.report()["patient"]
+            assert dog.report()["compiling"]
+            monkeypatch.setattr(watchdog, "COMPILE_SECONDS", 0.1)
+            assert not dog.report()["patient"]  # 0.4 s are too long for one kernel
+            go_on()
+            assert dog.report()["patient"]
+            monkeypatch.undo()
+        assert dog.report()["patient"]
+        time.sleep(0.4)
+        assert not dog.report()["patient"]
+
+
+COMPILES = """
+import dataclasses, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from functron.cli.launch import join
+from functron.cli.process import current, run_guarded
+from functron.cli.train import hung
+from functron.compiler import inductor
+from functron.core import compat
+from functron.spmd import Mesh
+from functron.spmd.flight import FlightRecorder
+from functron.apps.guard import watchdog
+from functron.apps.guard import faults
+from functron.training.config import configure
+from functron.training.run import prepare
+from functron.training.train import train
+
+watchdog.REPORT_SECONDS, watchdog.PROBE_SECONDS, watchdog._PATIENCE = 2.0, 1.0, 0.15  # 9 s
+out, axis, stops = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
+slow = [4.0 if stops else 14.0]
+
+def compile_slowly(graph, operands, *rest, **given):
+    if slow and dist.get_rank() == 0:
+        time.sleep(slow.pop())
+    return (lambda values: graph(*values)), ""
+
+def run():
+    inductor.compile_graph = compile_slowly
+    more = {"microbatches": 2} if axis == "pp" else {}
+    config = configure(mesh=f"{axis}=2", format="mock", seq=16, steps=3, compile=True,
+        global_batch=4, hang_after=8.0, timeout_seconds=60.0, out=str(out), **more)
+    mesh, device = join(Mesh.parse(config.parallelism.mesh), current(), "cpu", 60.0, FlightRecorder())
+    made = prepare(config, mesh, device)
+    groups = [dist.group.WORLD, compat.group(mesh.groups[axis])]
+
+    def step(state, batch):
+        print("waits", [compat.timeout_seconds(group) for group in groups], flush=True)
+        return stepped(state, batch)
+
+    stepped = faults.hanging(made.step, [faults.Stop(1, 0, 2)] if stops else [], mesh)
+    train(dataclasses.replace(made, step=step), out, hung=hung)
+
+sys.exit(run_guarded(run))
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("axis", ["dp", "pp"])
+def test_a_rank_that_compiles_longer_than_others_wait_does_not_hang(torchrun, tmp_path, axis):
+    done = torchrun(COMPILES, 2, tmp_path / "run", axis, False, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run" / HANGS / "verdict.json").exists()
+    told = [line for line in done.stdout.splitlines() if line.startswith("waits")]
+    assert told.count("waits [1860.0, 1860.0]") == 2, told  # the first step
+    assert told.count("waits [60.0, 60.0]") == 4, told
+
+
+@pytest.mark.distributed
+def test_a_rank_that_stops_in_a_step_that_compiles_is_named(torchrun, tmp_path):
+    out = tmp_path / "run"
+    done = torchrun(COMPILES, 2, out, "dp", True, check=False, timeout=120)
+    assert done.returncode == HANG_CODE, done.stderr
+    assert "step 1 hangs: rank 1 never arrived at" in done.stderr
+    (event,) = read(out / EVENTS)
+    assert (event["reason"], event["rank"]) == ("silent", 1)
