@@ -459,7 +459,7 @@ def seeds(y: Any) -> Any:
 
 
 def add(sums: tree.Tree, gradients: tree.Tree) -> tree.Tree:
-    """`sums` plus `gradients`, in the dtypes of `sums`, and in their memory where nobody watches."""
+    """`sums` plus `gradients`, in the dtypes of `sums`, and in their memory if nobody watches."""
     watched = compat.transforms_active() or compat.dispatch_modes_active() or active() is not None
 
     def one(total: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:

@@ -235,9 +235,7 @@ def _mark_place(where: Where) -> Iterator[None]:
         yield
 
 
-def _run_equation(
-    equation: Equation, values: dict[Var, Any], mesh: Mesh | None
-) -> Sequence[Any]:
+def _run_equation(equation: Equation, values: dict[Var, Any], mesh: Mesh | None) -> Sequence[Any]:
     op: Any = equation.op
     args = [_fill(value, values) for value in equation.args]
     kwargs = {name: _fill(value, values) for name, value in equation.kwargs.items()}
@@ -333,7 +331,9 @@ def _run_scan(
     operands.clear()
     xs.clear()
     for index in range(op.length)[:: -1 if op.reverse else 1]:
-        inner = dict(zip(op.body.inputs, [*consts, *carry, *_take_row(columns, index)], strict=True))
+        given = [*consts, *carry, *_take_row(columns, index)]
+        inner = dict(zip(op.body.inputs, given, strict=True))
+        given.clear()
         carry = []
         out = _run(op.body, dead, inner, mesh)
         carry = out[: op.num_carry]
