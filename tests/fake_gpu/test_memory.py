@@ -32,7 +32,14 @@ CASES = {
     "tp": (2, "--mesh", "tp=2"),
     "cp": (2, "--mesh", "cp=2"),
 }
-PIPELINES = {"pp": (2, "--mesh", "pp=2", "--microbatches", "4")}
+PP = (2, "--mesh", "pp=2", "--microbatches", "4")
+PIPELINES = {
+    "pp": PP,
+    "pp remat full": (*PP, "--remat", "full"),
+    "pp gpipe remat full": (*PP, "--remat", "full", "--schedule", "gpipe"),
+    "pp zb-h1": (*PP, "--schedule", "zb-h1"),
+    "pp zb-h1 remat full": (*PP, "--remat", "full", "--schedule", "zb-h1"),
+}
 
 
 @pytest.mark.parametrize(
