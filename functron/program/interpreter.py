@@ -324,7 +324,7 @@ def _run_scan(
     dead, ranks = _last_uses(op.body), range(1 if mesh is None else mesh.size)
     stacks, place = [], None
     for value, result in list(zip(op.body.outputs, equation.outputs, strict=True))[op.num_carry :]:
-        place = operands[places[result]] if result in places else None
+        place = operands[places[result]] if result is not None and result in places else None
         is_sliced = result in sliced
         stacks.append([_Stack(value, op.length, is_sliced, place) for _ in ranks])
     del place

@@ -520,12 +520,11 @@ def _rank_memory(step: PlannedStep, rank: int) -> dict[str, int]:
 def _hold(step: PlannedStep, rank: int, whole: int, late: int) -> float:
     """Bytes of a rank's activations that wait for backward, and that wait for W alone."""
     share = 1 / len(step.stages_of(rank))
-    whole, late = whole * share, late * share
     # backward begins with the head, right after forward where the schedule can
-    num_heads = whole if step.schedule in _WAITING else min(math.ceil(whole), 1)
+    num_heads = whole * share if step.schedule in _WAITING else min(whole, 1)
     return sum(
-        n * (piece.held_bytes[0] * (num_heads if piece is step.pieces.head else whole))
-        + n * piece.held_bytes[-1] * late
+        n * piece.held_bytes[0] * (num_heads if piece is step.pieces.head else whole * share)
+        + n * piece.held_bytes[-1] * late * share
         for piece, n in step.held_by(rank)
     )
 
