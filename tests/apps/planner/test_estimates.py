@@ -255,17 +255,16 @@ def test_memory_by_hand(plain):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "remat", "held"),
+    ("schedule", "options", "held"),
     [
         # F0 I0 F1 I1 W0 ...: two microbatches wait for W alone, which needs what full remat had freed
-        ("zb-h1", "full", ((0, 2), (0, 2))),
-        ("gpipe", "none", ((4, 0), (4, 0))),  # logits too wait for all other forwards
+        ("zb-h1", ModelOptions(remat="full"), ((0, 2), (0, 2))),
+        ("gpipe", ModelOptions(), ((4, 0), (4, 0))),  # logits too wait for all other forwards
     ],
 )
-def test_activations_of_the_last_rank_by_hand(schedule, remat, held):
+def test_activations_of_the_last_rank_by_hand(schedule, options, held):
     mesh = Mesh(pp=2, tp=8)
-    options, split = ModelOptions(remat=remat), schedule == "zb-h1"
-    pieces = trace_pieces(MODEL, mesh, options, rows=4, seq=2048, split=split)
+    pieces = trace_pieces(MODEL, mesh, options, rows=4, seq=2048, split=schedule == "zb-h1")
     ((layer, _),) = pieces.layers.values()
     step = PlannedStep(pieces, mesh, 4, schedule=schedule)
     rows = zip((layer, pieces.head), (8, 1), held, strict=True)
