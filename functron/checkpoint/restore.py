@@ -22,9 +22,8 @@ from functron.checkpoint.folder import Checkpoint, StoredLeaf, normalise_index
 from functron.checkpoint.placement import Box, Leaf, Placement
 from functron.core import tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.nn.layers import JOINED
 from functron.spmd import BoundMesh, Mesh, Rules
-from functron.spmd.params import ParamDef, abstract_params, param_specs, pieces_of
+from functron.spmd.params import JOINED, ParamDef, abstract_params, param_specs, pieces_of
 from functron.spmd.spec import local_shape
 
 

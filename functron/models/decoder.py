@@ -36,7 +36,7 @@ from functron.models.options import (
     refuse_mixing,
 )
 from functron.nn import context
-from functron.nn.layers import JOINED, sequence_axes
+from functron.nn.layers import sequence_axes
 from functron.nn.moe import RouterSums, moe, moe_defs
 from functron.pipeline.partition import Part
 from functron.precision import history_def
@@ -138,7 +138,7 @@ def _histories(block: dict) -> dict:
             if isinstance(layer, dict) and "w" in layer:
                 count, each, *_ = layer["w"].shape
                 own = history_def(count, experts=each if part == "experts" else None)
-                names = JOINED.get(name, (name,))
+                names = params.JOINED.get(name, (name,))
                 found.setdefault(part, {}).update(dict.fromkeys(names, own))
     return found
 

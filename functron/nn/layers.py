@@ -43,7 +43,7 @@ from functron.ops.norms import (
 from functron.ops.operations import AUTO, Kernels
 from functron.spmd import collectives as lax
 from functron.spmd.axes import AxisNames
-from functron.spmd.params import Normal, ParamDef, ones, zeros
+from functron.spmd.params import JOINED, Normal, ParamDef, ones, zeros
 from functron.spmd.simulate import product
 from functron.spmd.spec import P, entry_axes
 from functron.transforms.parameter_gather import Encoded
@@ -256,11 +256,6 @@ def linear_defs(
 def weights(layer: dict) -> tuple[Tensor | Encoded, Tensor | None, Adapter | None]:
     """The matrix, the bias and the low-rank addition of a linear layer's parameters."""
     return layer["w"], layer.get("b"), layer.get("lora")
-
-
-JOINED = MappingProxyType({"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")})
-"""Layers that may be joined, in order, in one: along the last dim but one of its parameters, in
-which all but the first have one entry."""
 
 
 def apart(params: dict, matmul: Matmul) -> dict:

@@ -257,6 +257,16 @@ class Schedule:
             now -= sum(a.kind in "BW" for a in cell)
         return counts
 
+    def list_held(self, rank: int) -> list[tuple[int, int]]:
+        """After each F and I of a rank: how many activations wait for B or I, and for W alone."""
+        counts, whole, late = [], 0, 0
+        for cell in self.cells(rank):
+            for action in sorted(cell, key=lambda action: action.kind != "F"):
+                whole += (action.kind == "F") - (action.kind in "BI")
+                late += (action.kind == "I") - (action.kind == "W")
+                counts += [(whole, late)] if action.kind in "FI" else []
+        return counts
+
     def peak_arriving(self, rank: int) -> int:
         """The most values of other ranks that a rank has room for at once.
 

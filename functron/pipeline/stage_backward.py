@@ -21,8 +21,14 @@ from functron.compiler.executable import Executable
 from functron.compiler.executable import compile as compile_program
 from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems
-from functron.pipeline.cut import ProgramPiece, bytes_held, cut_program, join_programs, sink_sums
-from functron.pipeline.cut import find_sliced as sliced_of
+from functron.pipeline.cut import (
+    ProgramPiece,
+    bytes_held,
+    cut_program,
+    find_sliced,
+    join_programs,
+    sink_sums,
+)
 from functron.pipeline.partition import Part
 from functron.program.equations import Input, Var, contiguous_strides
 from functron.program.interpreter import ambient_inputs, run_block
@@ -150,8 +156,8 @@ class Stage:
         pieces: F, I and W; or F and B.
         y: the structure of what it returns.
         sums: that of the weights' gradients.
+        sliced: what pieces keep as lists of slices.
         compiled: an executable per piece; none where they are evaluated.
-        sliced: what compiled pieces keep as lists of slices.
     """
 
     program: Program
@@ -159,8 +165,8 @@ class Stage:
     pieces: tuple[ProgramPiece, ...]
     y: tree.Structure
     sums: tree.Structure
-    compiled: tuple[Executable, ...] = ()
     sliced: Collection[Var] = ()
+    compiled: tuple[Executable, ...] = ()
 
     @property
     def held_bytes(self) -> tuple[int, ...]:
@@ -185,6 +191,13 @@ class Stage:
     def _values_read(self) -> frozenset[Var]:
         return frozenset(var for reads in self.reads for var in reads)
 
+    @cached_property
+    def _sums_taken(self) -> dict[Any, Var]:
+        """By the new sums of gradients the old ones, which nothing but the last piece reads."""
+        old = self.arguments[_SUMS]
+        new = self.pieces[-1].outputs[len(self.pieces[-1].outputs) - len(old) :]
+        return {self.program.outputs[i].value: v for i, v in zip(new, old, strict=True)}
+
     def bind(self, position: int, value: tree.Tree) -> dict[Var, torch.Tensor]:
         """The tensors of an argument by the program's values, as far as a piece reads them."""
         tensors = [leaf for leaf in tree.leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -203,7 +216,8 @@ class Stage:
         read = set(piece.block.inputs)
         others = (i for i in self.program.inputs if i.role != "argument" and i.var in read)
         environment.update(ambient_inputs(others))
-        return self.store_outputs(index, values, run_block(piece.block, environment))
+        outputs = run_block(piece.block, environment, sliced=self.sliced, donated=self._sums_taken)
+        return self.store_outputs(index, values, outputs)
 
     def take_values(self, index: int, values: dict[Var, Any]) -> list:
         """The values that a piece reads; those that no later one does are taken out of `values`."""
@@ -329,7 +343,7 @@ class CutStages:
         if self.settings is None:
             return stage
         bound, written_out = _bind_mesh(mesh), self.pairs or self.settings.get("unroll")
-        stage = replace(stage, sliced=() if written_out else sliced_of(stage.pieces))
+        stage = replace(stage, sliced=()) if written_out else stage
         compiled = tuple(
             compile_program(stage.piece_program(index), bound, sliced=stage.sliced, **self.settings)
             for index in range(len(stage.pieces))
@@ -385,7 +399,8 @@ def trace_stage(
         positions[int(output.path.split("/")[0])].append(index)
     y, dx, gradients = positions
     pieces = cut_program(program, [y, dx, gradients] if split else [y, dx + gradients])
-    return Stage(program, arguments, pieces, structure, tree.structure(sums))
+    sums_structure, sliced = tree.structure(sums), find_sliced(pieces)
+    return Stage(program, arguments, pieces, structure, sums_structure, sliced)
 
 
 def _declare_cotangents(y: tree.Tree) -> tuple[list[torch.Tensor], list[Var]]:
@@ -446,8 +461,16 @@ def seeds(y: Any) -> Any:
 
 
 def add(sums: tree.Tree, gradients: tree.Tree) -> tree.Tree:
-    """`sums` plus `gradients`, in the dtypes of `sums`."""
-    return tree.map(lambda total, leaf: total + leaf.to(total.dtype), sums, gradients)
+    """`sums` plus `gradients`, in the dtypes of `sums`, and in their memory if nobody watches."""
+    watched = compat.transforms_active() or compat.dispatch_modes_active() or active() is not None
+
+    def one(total: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        if watched or (torch.is_grad_enabled() and (total.requires_grad or leaf.requires_grad)):
+            return total + leaf.to(total.dtype)
+        fits = torch.promote_types(total.dtype, leaf.dtype) == total.dtype
+        return total.add_(leaf if fits else leaf.to(total.dtype))
+
+    return tree.map(one, sums, gradients)
 
 
 def floats(value: tree.Tree) -> list[torch.Tensor]:

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,20 +72,29 @@ def ambient_inputs(inputs: Iterable[Input]) -> dict[Var, torch.Tensor]:
     return found
 
 
-def run_block(block: Block, environment: dict[Var, torch.Tensor]) -> list:
+def run_block(
+    block: Block,
+    environment: dict[Var, Any],
+    *,
+    sliced: Collection[Var] = (),
+    donated: Mapping[Var, Var] = MappingProxyType({}),
+) -> list:
     """The outputs of a block, computed in the scope that this is called in, without a tape.
 
     Args:
         block: of a program, or of a piece of one.
         environment: the tensors of the block's inputs, and perhaps others. They are taken out of it
             when the block has no more use for them, and with them all that it computes, so that
-            what only this dict refers to is freed after its last use.
+            what only this dict refers to is freed after its last use. Operands of scans may be
+            lists of slices, each of which is freed after the iteration that reads it.
+        sliced: results of scans that stay such lists where no transform is active.
+        donated: by results of scans, operands of them whose memory they take.
 
     Raises:
         ValueError: an axis of the block's collectives has another size where this is called.
     """
     with torch.no_grad():
-        return _run(block, _last_uses(block), environment, None)
+        return _run(block, _last_uses(block), environment, None, {*sliced}, donated)
 
 
 def run_in_lockstep(program: Code, *args: tree.Tree) -> tree.Tree:
@@ -176,14 +187,24 @@ def _values_of_ranks(program: Code, given: Input, leaves: Mapping[Var, torch.Ten
 
 
 def _run(
-    block: Block, dead: Sequence[Sequence[Var]], values: dict[Var, Any], mesh: Mesh | None
+    block: Block,
+    dead: Sequence[Sequence[Var]],
+    values: dict[Var, Any],
+    mesh: Mesh | None,
+    sliced: AbstractSet[Var] = frozenset(),
+    donated: Mapping[Var, Var] = MappingProxyType({}),
 ) -> list:
     for value in dead[-1]:
         values.pop(value, None)
     for equation, last in zip(block.equations, dead, strict=False):
         marked = contextlib.nullcontext() if active() is None else _mark_place(equation.where)
         with marked:
-            results = _run_equation(equation, values, last, mesh)
+            if isinstance(equation.op, Scan):
+                places = _find_places(equation, last, donated)
+                operands = _take_operands(equation, values, last)
+                results = _run_scan(equation, operands, mesh, sliced, places)
+            else:
+                results = _run_equation(equation, values, mesh)
         for value in last:
             values.pop(value, None)
         for value, result in zip(equation.outputs, results, strict=True):
@@ -214,15 +235,8 @@ def _mark_place(where: Where) -> Iterator[None]:
         yield
 
 
-def _run_equation(
-    equation: Equation, values: dict[Var, Any], last: Sequence[Var], mesh: Mesh | None
-) -> Sequence[Any]:
-    op = equation.op
-    if isinstance(op, Scan):
-        operands = [values[value] for value in equation.args]
-        for value in last:
-            values.pop(value, None)
-        return _run_scan(equation, operands, mesh)
+def _run_equation(equation: Equation, values: dict[Var, Any], mesh: Mesh | None) -> Sequence[Any]:
+    op: Any = equation.op
     args = [_fill(value, values) for value in equation.args]
     kwargs = {name: _fill(value, values) for name, value in equation.kwargs.items()}
     own = op.namespace == "functron"
@@ -273,22 +287,53 @@ def _pick_rank(argument: Any, rank: int) -> Any:
 # --- scans
 
 
-def _run_scan(equation: Equation, operands: list, mesh: Mesh | None) -> Sequence[Any]:
+def _take_operands(equation: Equation, values: dict[Var, Any], last: Sequence[Var]) -> list:
+    """The operands of a scan, without those in `values` that nothing else reads."""
+    found = [values[value] for value in equation.args]
+    for value in last:
+        values.pop(value, None)
+    return [[*value] if type(value) is list else value for value in found]
+
+
+def _find_places(
+    equation: Equation, last: Sequence[Var], donated: Mapping[Var, Var]
+) -> dict[Var, int]:
+    """By results of a scan, the positions of operands in whose memory they are put together."""
+    args, first = list(equation.args), equation.scan.first_x
+    found = {}
+    for new in equation.results if donated else ():
+        old = donated.get(new)
+        if old is not None and old in last and args.count(old) == 1 and old.type == new.type:
+            found[new] = args.index(old)
+    return {new: at for new, at in found.items() if at >= first}
+
+
+def _run_scan(
+    equation: Equation,
+    operands: list,
+    mesh: Mesh | None,
+    sliced: AbstractSet[Var],
+    places: Mapping[Var, int],
+) -> Sequence[Any]:
     op, recorder = equation.scan, active()
     if recorder is not None and mesh is None and _can_record(equation, operands):
         results = [(v.shape, v.stride, v.dtype, v.device) for v in equation.results]
         return recorder.emit(op, [recorder.var(x) for x in operands], results)
     consts, carry, xs = op.divide(operands)
-    columns = [_map_ranks(mesh, torch.unbind, [value], {}) for value in xs]
+    columns = [x if type(x) is list else [*_map_ranks(mesh, torch.unbind, [x], {})] for x in xs]
+    dead, ranks = _last_uses(op.body), range(1 if mesh is None else mesh.size)
+    stacks, place = [], None
+    for value, result in list(zip(op.body.outputs, equation.outputs, strict=True))[op.num_carry :]:
+        place = operands[places[result]] if result is not None and result in places else None
+        is_sliced = result in sliced
+        stacks.append([_Stack(value, op.length, is_sliced, place) for _ in ranks])
+    del place
     operands.clear()
     xs.clear()
-    dead, ranks = _last_uses(op.body), range(1 if mesh is None else mesh.size)
-    stacks = [
-        [_Stack(value, op.length) for _ in ranks] for value in op.body.outputs[op.num_carry :]
-    ]
     for index in range(op.length)[:: -1 if op.reverse else 1]:
-        x = [column[index] for column in columns]
-        inner = dict(zip(op.body.inputs, [*consts, *carry, *x], strict=True))
+        given = [*consts, *carry, *_take_row(columns, index)]
+        inner = dict(zip(op.body.inputs, given, strict=True))
+        given.clear()
         carry = []
         out = _run(op.body, dead, inner, mesh)
         carry = out[: op.num_carry]
@@ -300,19 +345,37 @@ def _run_scan(equation: Equation, operands: list, mesh: Mesh | None) -> Sequence
     return [*carry, *(ranks_ if mesh is not None else ranks_[0] for ranks_ in taken)]
 
 
-class _Stack:
-    """A result of a scan that is being put together, in the layout of `Var.stacked`."""
+def _take_row(columns: Iterable[list], index: int) -> Iterator[Any]:
+    """A slice of each column, which lets go of it."""
+    for column in columns:
+        row, column[index] = column[index], None
+        yield row
 
-    def __init__(self, like: Var, length: int):
+
+class _Stack:
+    """A result of a scan that is being put together, in the layout of `Var.stacked`.
+
+    Args:
+        sliced: leave it the list of its slices.
+        into: a tensor whose memory it may take, slice by slice.
+    """
+
+    def __init__(self, like: Var, length: int, sliced: bool, into: torch.Tensor | None):
         self.like, (self.shape, self.stride) = like, like.stacked(length)
         # plain rows are written to their place at once; others cannot be: they are stacked at last
         self.plain = not compat.transforms_active() and not compat.dispatch_modes_active()
         self.rows: list[Any] = [None] * length
+        self.sliced = sliced and self.plain
         self.whole: torch.Tensor | None = None
+        if self.plain and into is not None and into.stride() == self.stride:
+            self.whole = into
 
     def put(self, index: int, row: torch.Tensor) -> None:
         """Let `row` be the slice at `index`."""
-        if not self.plain:
+        if self.sliced and row.stride() != self.stride[1:]:
+            kind = {"dtype": row.dtype, "device": row.device}
+            row = torch.empty_strided(self.shape[1:], self.stride[1:], **kind).copy_(row)
+        if self.sliced or not self.plain:
             self.rows[index] = row
             return
         if self.whole is None:
@@ -320,8 +383,10 @@ class _Stack:
             self.whole = torch.empty_strided(self.shape, self.stride, **kind)
         self.whole[index].copy_(row)
 
-    def take(self) -> torch.Tensor:
-        """The stack."""
+    def take(self) -> Any:
+        """The stack, or the list of its slices."""
+        if self.sliced:
+            return self.rows
         if self.whole is not None:
             return self.whole
         if not self.rows:

@@ -726,8 +726,8 @@ def memory(program: Code) -> ProgramMemory:
     Of 30 drawn settings of small decoders on the CPU, the peaks of 27 were within 5% of those that
     torch's profiler measured. Where eager execution does other work than the program says, it is
     off by more: random draws (other algorithm), several microbatches with few tokens
-    (`accumulate` keeps gradients longer), remat of many layers (it keeps their inputs to the end),
-    `optim.with_fp32_masters` (float32 gradients). Most of the 30 peaked in the loss.
+    (`accumulate` keeps gradients longer), `optim.with_fp32_masters` (float32 gradients). Most of
+    the 30 peaked in the loss.
 
     Not counted: what the allocator rounds up or caches, and what kernels reserve per thread.
     """

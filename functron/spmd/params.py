@@ -11,6 +11,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -97,6 +98,11 @@ class JoinedParam(NamedTuple):
     shape: tuple[int, ...]
     start: int
     size: int
+
+
+JOINED = MappingProxyType({"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")})
+"""Layers that may be joined, in order, in one: along the last dim but one of its parameters, in
+which all but the first have one entry."""
 
 
 def pieces_of(path: str, d: ParamDef) -> tuple[JoinedParam, ...]:

@@ -71,11 +71,11 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
         def functions():
             return forward, backward
 
-        site = CallSite(functions, args)
-        if not will_be_differentiated(site.tensors):
+        site, operands = CallSite.of(functions, args)
+        if not will_be_differentiated(operands[site.num_tokens :]):
             return f(*args)
-        rule = _Rule(site)
-        made: Any = _CustomVjp.apply(_Level(rule, rule.forward, rule.backward), *site.operands)
+        rule = _Rule(site, operands)
+        made: Any = _CustomVjp.apply(_Level(rule, rule.forward, rule.backward), *operands)
         return tree.unflatten(rule.out_structure, made[: rule.num_outputs])
 
     return wrapped
@@ -93,12 +93,10 @@ class _Rule:
         out_structure: of the outputs.
     """
 
-    def __init__(self, site: CallSite):
+    def __init__(self, site: CallSite, operands: _Tensors):
         self.site = site
         first = site.first_argument
-        self.moving = [
-            i for i, x in enumerate(site.operands) if i >= first and x.is_floating_point()
-        ]
+        self.moving = [i for i, x in enumerate(operands) if i >= first and x.is_floating_point()]
         self.num_outputs = 0
         self.floats: list[int] = []
         self.out_structure: Any = None

@@ -45,36 +45,43 @@ from functron.core.scopes import in_phase, in_scopes, scope_names
 from functron.program.recorder import active, keeper
 from functron.spmd.axes import SimulatedAxis, enter, scope, user_line
 from functron.spmd.primitives import Annotate
-from functron.transforms.gradient import replace_at, rule_vjp, split_tensors
+from functron.transforms.gradient import TensorSlots, replace_at, rule_vjp, split_tensors
 from functron.transforms.policies import CHECKPOINT_NAME, RematPolicy, is_product, nothing
 
 
 class CallSite:
-    """A call of a function: its operands, and the mesh axes and named scopes in force.
+    """A call of a function without its operands, and the mesh axes and named scopes in force.
+
+    Tapes hold it until the whole backward pass is over, and so not the operands: torch frees those
+    it saved after the step that reads them.
 
     Attributes:
-        operands: tensors: a token per simulated axis, what the function closes over, and the
-            tensors among its arguments.
-        num_tokens: how many of them are tokens.
+        num_tokens: how many operands are tokens.
         first_argument: the operand at which the tensors among its arguments begin.
         arguments: these without their tensors.
     """
 
-    def __init__(self, function: Callable, arguments: tree.Tree):
-        hidden, self._close = hoist(function)
-        tensors, self.arguments = split_tensors(arguments)
+    @classmethod
+    def of(cls, function: Callable, arguments: tree.Tree) -> tuple[CallSite, list[torch.Tensor]]:
+        """The site of a call, and its operands.
+
+        These are tensors: a token per simulated axis, what the function closes over, and the
+        tensors among its arguments.
+        """
+        hidden, close = hoist(function)
+        tensors, rest = split_tensors(arguments)
+        site = cls(close, len(hidden), rest)
+        tokens = [axis.token for axis in site._simulated]
+        return site, [*tokens, *hidden, *tensors]
+
+    def __init__(self, close: Callable, num_hidden: int, arguments: TensorSlots):
+        self._close, self.arguments = close, arguments
         self._scope, self._names = scope(), scope_names()
         self._simulated = [x for x in self._scope.axes.values() if isinstance(x, SimulatedAxis)]
         if self._scope.shares is not None:
             self._simulated.append(self._scope.shares)
-        tokens = [axis.token for axis in self._simulated]
-        self.num_tokens, self.first_argument = len(tokens), len(tokens) + len(hidden)
-        self.operands = [*tokens, *hidden, *tensors]
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The operands without tokens."""
-        return self.operands[self.num_tokens :]
+        self.num_tokens = len(self._simulated)
+        self.first_argument = self.num_tokens + num_hidden
 
     @contextlib.contextmanager
     def entered(
@@ -526,8 +533,9 @@ def remat(f: Callable | None = None, *, policy: RematPolicy = nothing) -> Callab
         refuse_holders(title, "argument", (args, kwargs) if kwargs else args, tracked=True)
         if (keep := keeper()) is not None:
             return keep.remat(function, policy, args, kwargs)
-        site = CallSite(function, (args, kwargs))
-        memory = KeptValues(policy, needed=will_be_differentiated(site.tensors))
+        site, given = CallSite.of(function, (args, kwargs))
+        tensors = given[site.num_tokens :]
+        memory = KeptValues(policy, needed=will_be_differentiated(tensors))
         result: list[tree.Structure] = []
 
         def flat(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -541,9 +549,9 @@ def remat(f: Callable | None = None, *, policy: RematPolicy = nothing) -> Callab
 
         program = _Program(flat, memory, compat.innermost_is_grad())
         seen = memory.needed and not compat.dispatch_modes_active()  # which refuse it themselves
-        before = _random_states(site.tensors) if seen else []
-        outputs = _Remat.apply(program, *site.operands)
-        after = _random_states(site.tensors) if before else []
+        before = _random_states(tensors) if seen else []
+        outputs = _Remat.apply(program, *given)
+        after = _random_states(tensors) if before else []
         if not all(map(torch.equal, before, after)):
             raise ValueError(
                 f"remat at {user_line()}: the function draws torch's own random numbers, which "

@@ -32,11 +32,14 @@ CASES = {
     "tp": (2, "--mesh", "tp=2"),
     "cp": (2, "--mesh", "cp=2"),
 }
-PIPELINES = {"pp": (2, "--mesh", "pp=2", "--microbatches", "4")}
-
-
-INPUTS_OF_LAYERS = 6 * 8 * 1024 * 768 * 2
-"""What an eager step with full remat keeps to its end and does not promise: see `functron.program.memory.memory`."""
+PP = (2, "--mesh", "pp=2", "--microbatches", "4")
+PIPELINES = {
+    "pp": PP,
+    "pp remat full": (*PP, "--remat", "full"),
+    "pp gpipe remat full": (*PP, "--remat", "full", "--schedule", "gpipe"),
+    "pp zb-h1": (*PP, "--schedule", "zb-h1"),
+    "pp zb-h1 remat full": (*PP, "--remat", "full", "--schedule", "zb-h1"),
+}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,5 @@ def test_the_peak_is_within_the_promise(train, name):
     found = train("--marks.promise", "--steps", "3", *MODEL, *options, ranks=ranks)
     sizes = [record for process in found for record in process.having("memory")]
     assert len(sizes) == ranks
-    more_bytes = INPUTS_OF_LAYERS if name == "remat full" else 0
     for size in sizes:
-        excess = (size["peak"] - more_bytes) / size["promised"]
-        assert 0 < excess <= 1.03
+        assert 0 < size["peak"] <= 1.03 * size["promised"], size["peak"] / size["promised"]

@@ -70,6 +70,12 @@ def span_bubble(schedule: Schedule, costs: Costs) -> float:
     return max(idle)
 
 
+def test_activations_that_wait_for_weights_gradients():
+    """By hand, of F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3."""
+    after = [(1, 0), (0, 1), (1, 1), (0, 2), (1, 1), (0, 2), (1, 1), (0, 2)]
+    assert zb_h1(2, 4).list_held(1) == after
+
+
 @pytest.mark.parametrize("make", SCHEDULES)
 def test_tables_are_valid_for_all_small_counts(make: Callable[[int, int], Schedule]):
     for p, m in COUNTS:

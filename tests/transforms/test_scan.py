@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 import torch
 from jax import numpy as jnp
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import functron as ft
+from functron.transforms.custom_vjp import custom_vjp
 
 
 def test_against_jax():
@@ -49,3 +51,44 @@ def test_errors():
         ft.scan(lambda c, x: (c, None), 0, xs)
     with pytest.raises(ValueError, match="pass length="):
         ft.scan(lambda c, x: (c, None), 0, None)
+
+
+def product(x, w):
+    return torch.sin(x @ w)
+
+
+def with_rule(x, w):
+    """The same with its derivative written down."""
+
+    def forward(x, w):
+        return torch.sin(x @ w), (x, w)
+
+    def backward(kept, cotangent):
+        x, w = kept
+        inner = cotangent * torch.cos(x @ w)
+        return inner @ w.mT, x.mT @ inner
+
+    return custom_vjp(product, forward, backward)(x, w)
+
+
+@pytest.mark.parametrize("layer", [product, ft.remat(product), with_rule])
+def test_what_a_layer_read_is_freed_after_its_backward(layer):
+    """Of 5 layers 4 inputs are left when the last one has been gone through, and so on."""
+    inputs, num_left = [], []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            inputs.append(StorageWeakRef(x.untyped_storage()))
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, *cotangents):
+            num_left.append(sum(not x.expired() for x in inputs))
+            return cotangents
+
+    def loss(w, x):
+        return ft.scan(lambda x, w: (layer(Watch.apply(x), w), None), x @ w[0], w)[0].sum()
+
+    ft.grad(loss)(torch.randn(5, 8, 8), torch.randn(4, 8))
+    assert num_left == [4, 3, 2, 1, 0]

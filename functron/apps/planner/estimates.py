@@ -503,10 +503,7 @@ def _rank_memory(step: PlannedStep, rank: int) -> dict[str, int]:
         at_peak = max(_walk_backward(rows, gradients), key=sum)
     else:
         counts = step.schedule, step.num_ranks, step.num_microbatches, step.chunks
-        live = _count_live(*counts, rank)
-        each = sum(piece.held_bytes[0] * n for piece, n in rows if piece is not step.pieces.head)
-        head = sum(piece.held_bytes[0] * n for piece, n in rows if piece is step.pieces.head)
-        activations = live * each / len(step.stages_of(rank)) + head
+        activations = max(_hold(step, rank, *held) for held in _list_held(*counts, rank))
         received = _count_arriving(*counts, rank) * max(piece.sent_bytes for piece, _ in rows)
         working = max(piece.working_bytes for piece, _ in rows)
         at_peak = gradients, activations, working + received
@@ -518,6 +515,18 @@ def _rank_memory(step: PlannedStep, rank: int) -> dict[str, int]:
         "activations": activations,
         "workspace": workspace,
     }
+
+
+def _hold(step: PlannedStep, rank: int, whole: int, late: int) -> float:
+    """Bytes of a rank's activations that wait for backward, and that wait for W alone."""
+    share = 1 / len(step.stages_of(rank))
+    # backward begins with the head, right after forward where the schedule can
+    num_heads = whole * share if step.schedule in _WAITING else min(whole, 1)
+    return sum(
+        n * piece.held_bytes[0] * (num_heads if piece is step.pieces.head else whole * share)
+        + n * piece.held_bytes[-1] * late * share
+        for piece, n in step.held_by(rank)
+    )
 
 
 def _walk_backward(
@@ -546,18 +555,22 @@ def _count_owned(step: PlannedStep, whole: int, experts: int) -> float:
     return (whole - experts) / max(1, over / split) + experts / max(1, of_experts / split)
 
 
+_WAITING = ("gpipe", "breadth-first")
+"""Schedules with all forwards before all backwards."""
+
+
 @functools.lru_cache(maxsize=4096)
-def _count_live(schedule: str, p: int, m: int, v: int, rank: int) -> int:
-    """The most activations, of a microbatch and stage each, that a rank keeps at a time."""
-    if p == 1:
-        return v
-    if schedule == "1f1b":
-        return min(m, p - rank)
-    if schedule in ("gpipe", "breadth-first"):
-        return m * v
-    if schedule == "interleaved":
-        return min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1)
-    return _make_table(schedule, p, _count_repeating(schedule, p, m), v).peak_live(rank)
+def _list_held(schedule: str, p: int, m: int, v: int, rank: int) -> frozenset[tuple[int, int]]:
+    """The activations, of a microbatch and stage each, that a rank keeps: see `list_held`."""
+    whole = {
+        "1f1b": min(m, p - rank),
+        **dict.fromkeys(_WAITING, m * v),
+        "interleaved": min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1),
+    }
+    if p == 1 or schedule in whole:
+        return frozenset({(v if p == 1 else whole[schedule], 0)})
+    table = _make_table(schedule, p, _count_repeating(schedule, p, m), v)
+    return frozenset(table.list_held(rank))
 
 
 @functools.lru_cache(maxsize=4096)

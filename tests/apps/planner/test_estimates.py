@@ -254,6 +254,27 @@ def test_memory_by_hand(plain):
     assert again.layers["blocks"][0].held_bytes[0] == 2048 * 4 * 1024 * 2
 
 
+@pytest.mark.parametrize(
+    ("schedule", "options", "held"),
+    [
+        # F0 I0 F1 I1 W0 ...: two microbatches wait for W alone, which needs what full remat had freed
+        ("zb-h1", ModelOptions(remat="full"), ((0, 2), (0, 2))),
+        ("gpipe", ModelOptions(), ((4, 0), (4, 0))),  # logits too wait for all other forwards
+    ],
+)
+def test_activations_of_the_last_rank_by_hand(schedule, options, held):
+    mesh = Mesh(pp=2, tp=8)
+    pieces = trace_pieces(MODEL, mesh, options, rows=4, seq=2048, split=schedule == "zb-h1")
+    ((layer, _),) = pieces.layers.values()
+    step = PlannedStep(pieces, mesh, 4, schedule=schedule)
+    rows = zip((layer, pieces.head), (8, 1), held, strict=True)
+    last = sum(
+        n * (piece.held_bytes[0] * whole + piece.held_bytes[-1] * late)
+        for piece, n, (whole, late) in rows
+    )
+    assert estimate_memory(step)["activations"] == last
+
+
 def test_reductions_of_gradients(plain):
     """By hand: a ring over 2 ranks of half the bytes per rank; ZeRO-2 sends it 8 times as often."""
     step = PlannedStep(plain, MESH, 8)
