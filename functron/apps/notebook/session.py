@@ -33,17 +33,16 @@ from functron.apps.notebook.worker import Answer, Call, Failure, KeptResults, Re
 from functron.compiler.jit import Jitted, jit
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
-from functron.partitioning import partition
 from functron.partitioning.partition import Partitioned
 from functron.program.trace import eval_shape, trace
-from functron.spmd import Mesh, P, gather, shard, shard_map
+from functron.spmd import Mesh, P, gather, shard
 from functron.spmd import spec as sharding
 from functron.spmd.flight import list_ranks
 from functron.spmd.mesh import NamedAxes
 from functron.spmd.params import init_params
 from functron.spmd.shard_map import MappedFunction
 from functron.spmd.spec import is_spec
-from functron.training.step import init_state, make_step, map_step, state_specs
+from functron.training.step import init_state, state_specs
 
 _FOLLOWS = ("LostRanksError", "DistBackendError", "HostError", "KeyboardInterrupt")
 """Errors of ranks that others have left."""
@@ -166,10 +165,6 @@ def _meta(kind: Kind) -> torch.Tensor:
     return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
 
 
-_MAPPED = (shard_map, make_step, map_step, partition)
-"""Functions that return a function over a mesh."""
-
-
 class StartedMesh(NamedAxes):
     """A mesh whose ranks are processes that this one has started; see `functron.Mesh.start`.
 
@@ -232,9 +227,6 @@ class StartedMesh(NamedAxes):
 
     def __functron_call__(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
         """The result of a function of the library for this mesh in place of a simulated one."""
-        if fn in _MAPPED:
-            twin = fn(*_local(args), **_local_dict(kwargs))
-            return RemoteFunction(self, fn, args, kwargs, twin=twin)
         given = inspect.signature(fn).bind(*args, **kwargs).arguments
         if fn is shard:
             return self._shard(given["value"], given["specs"])
@@ -245,7 +237,10 @@ class StartedMesh(NamedAxes):
             return self._place(fn, args, kwargs, P() if specs is None else specs)
         if fn is init_state:
             return self._place(fn, args, kwargs, state_specs(given["specs"], given["optimizer"]))
-        return fn(*_local(args), **_local_dict(kwargs))
+        made = fn(*_local(args), **_local_dict(kwargs))
+        if isinstance(made, MappedFunction | Jitted):
+            return RemoteFunction(self, fn, args, kwargs, twin=made)
+        return made
 
     @public
     def run(
