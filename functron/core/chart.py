@@ -1,4 +1,4 @@
-"""Text and pictures: line charts as SVG, rows in columns, numbers with units."""
+"""Pictures: lines, areas, bars in time and heat maps as SVG, and bars in time as text."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import NamedTuple
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 40, 50
 MAX_POINTS = 1000
+MAX_STEPS = 315  # of areas: two pixels for each
 MAX_DOTS = 100
 COLORS = ("#d94801", "#238b45", "#6a51a3", "#b8860b", "#ce1256", "#525252")
 MARKS = ("#cb181d", "#6a51a3", "#525252", "#238b45")
@@ -118,13 +119,13 @@ def area_chart(
     """Series stacked on one another in steps of equal width, as an SVG document.
 
     Args:
-        rows: at each step, the numbers of the series, 0 or more. Of more than `MAX_POINTS` steps
+        rows: at each step, the numbers of the series, 0 or more. Of more than `MAX_STEPS` steps
             the highest of neighbours are shown, so that peaks stay.
         colours: of CSS, by the names of the series, the bottom one first.
         title: above the chart, and above a legend.
         x_label, y_label: below it and beside it, with the units.
     """
-    stride = -(-len(rows) // MAX_POINTS) or 1
+    stride = -(-len(rows) // MAX_STEPS) or 1
     rows = [max(rows[k : k + stride], key=sum) for k in range(0, len(rows), stride)]
     width, levels = WIDTH - LEFT - RIGHT, ticks(0, max(map(sum, rows), default=0))
 
@@ -230,63 +231,6 @@ def _text(
     more += f' fill="{ink}"' if ink else ""
     more += f' font-size="{size:g}"' if size else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'
-
-
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Rows as lines, each column as wide as its widest cell, two spaces apart.
-
-    Args:
-        rows: of as many cells each; a row without cells is an empty line.
-        left: how many columns are aligned to the left, as text is; the others are to the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*filter(None, rows), strict=True)]
-    aligned = [
-        [cell.ljust(width) for cell, width in zip(row[:left], widths[:left], strict=True)]
-        + [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
-        for row in ((row or [""] * len(widths)) for row in rows)
-    ]
-    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
-
-
-def count_text(count: float) -> str:
-    """``1.23 T``: a count with a decimal prefix."""
-    return _with_unit(count, 1000, ["", " k", " M", " G", " T", " P", " E", " Z"])
-
-
-def bytes_text(count: float) -> str:
-    """``1.23 GiB``: bytes with a binary prefix."""
-    return _with_unit(count, 1024, [" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
-
-
-def _with_unit(value: float, base: int, units: list[str]) -> str:
-    power = 0
-    while abs(value) >= base and power < len(units) - 1:
-        value, power = value / base, power + 1
-    return f"{value:.2f}{units[power]}" if power else f"{value:g}{units[0]}"
-
-
-_WIDEST = 60  # columns are padded to the widest cell up to this; longer cells stick out
-
-
-def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines in columns, two spaces apart, one before ``= ``."""
-    return ["".join(cells).rstrip() for cells in pad_cells(rows)]
-
-
-def pad_cells(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Rows of cells with the spaces that put them in columns; columns of "" take no space."""
-    widths: dict[int, int] = {}
-    gaps: dict[int, str] = {}
-    for column, cell in ((k, cell) for row in rows for k, cell in enumerate(row) if cell):
-        widths[column] = max(widths.get(column, 0), len(cell) if len(cell) <= _WIDEST else 0)
-        gaps[column] = " " if cell.startswith("= ") else gaps.get(column, "  " if column else "")
-    return [
-        [
-            gaps[column] + cell.ljust(widths[column]) if column in widths else ""
-            for column, cell in enumerate(row)
-        ]
-        for row in rows
-    ]
 
 
 # --- Gantt charts

@@ -25,6 +25,7 @@ from functron import nn
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.settings import choice_problems
+from functron.core.tables import shows_differences
 from functron.core.typing import Int, Tensor
 from functron.models.config import GPTConfig
 from functron.nn.context import (
@@ -54,6 +55,7 @@ SAMPLE_AXES = (*DATA_AXES, *CONTEXT_AXES)
 """The axes over which losses are summed: those that split the batch, by samples and by tokens."""
 
 
+@shows_differences
 @dataclass(frozen=True)
 class Context:
     """How attention reaches across the ranks that split sequences, ``cp`` and ``ulysses``.
@@ -315,6 +317,7 @@ class Hook:
         raise_problems("not a hook", found, TypeError)
 
 
+@shows_differences
 @dataclass(frozen=True, eq=False)
 class ModelOptions:
     """How a model is run; ``ModelOptions()`` is for one device, and any mesh without fsdp.

@@ -31,8 +31,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from functron.core.chart import table
 from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.tables import table
 from functron.pipeline import timeline
 from functron.pipeline.partition import Pipe
 from functron.pipeline.timeline import (

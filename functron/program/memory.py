@@ -32,8 +32,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from functron.core.chart import align_columns, area_chart, bytes_text
-from functron.program.cost import html_table
+from functron.core.chart import area_chart
+from functron.core.tables import align_columns, bytes_text, html_table
 from functron.program.equations import Block, Code, Equation, Scan, Var, Where
 from functron.program.text import COLLECTIVES, short_line
 
@@ -647,7 +647,7 @@ def _find_sum_place(equation: Equation, outline: Lifetimes, environment, index: 
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProgramMemory:
     """The memory of one rank in one run of a program; `memory` makes it.
 
@@ -693,6 +693,8 @@ class ProgramMemory:
         lines = [f"memory of {self.name}, per rank: peak {bytes_text(self.peak_bytes)}"]
         lines.append(f"  at {self._place()}")
         return "\n".join([*lines, "", *(f"  {row}" for row in align_columns(self.rows()))])
+
+    __repr__ = __str__
 
     def svg(self) -> str:
         """The timeline as stacked areas, one colour per category, as an SVG document."""

@@ -29,8 +29,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from functron.core import chart
-from functron.core.chart import align_columns
-from functron.program.cost import equation_bytes, equation_flops, html_table, sent_bytes
+from functron.core.tables import align_columns, html_table
+from functron.program.cost import equation_bytes, equation_flops, sent_bytes
 from functron.program.equations import Block, Code, Equation, Scan
 from functron.program.overlap import (
     arrange_block,

@@ -31,7 +31,7 @@ from functron.spmd.shard_map import MappedFunction
 from functron.spmd.spec import P, is_spec, local_shape, problems, spec_axes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Program(Code):
     """One rank's program; made by `trace`, compiled by `functron.compiler.compile`.
 
@@ -48,6 +48,9 @@ class Program(Code):
 
     def __str__(self) -> str:
         return text.format(self)
+
+    def __repr__(self) -> str:
+        return f"<{text.header(self)}>"
 
     @public
     def diff(

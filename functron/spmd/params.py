@@ -18,6 +18,7 @@ import torch
 from functron.core import random, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.random import Index
+from functron.core.tables import shows_differences
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P, Rules, is_spec, local_shape, offsets, validate
 
@@ -37,6 +38,7 @@ class Width(NamedTuple):
     outputs: float = 1.0
 
 
+@shows_differences
 @dataclass(frozen=True)
 class ParamDef:
     """One parameter: its global shape, the logical name of each dim, and how it starts.

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from functron.core import compat, tree
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
+from functron.core.tables import Table
 from functron.spmd.axes import Axis, axis_index, axis_size, lookup
 from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
@@ -226,6 +227,13 @@ class Rules(Mapping[str, SpecEntry]):
 
     def __repr__(self) -> str:
         return f"Rules({self._rules})"
+
+    def _table(self) -> Table:
+        rows = [[name, f"{rule}" if rule else "-"] for name, rule in self._rules.items()]
+        return Table("Rules", [["logical axis", "mesh axes"], *rows], left=2)
+
+    def _repr_html_(self) -> str:
+        return self._table()._repr_html_()
 
     @public
     def spec(self, axes: Sequence[str | None], *, path: str = "value") -> P:

@@ -26,6 +26,7 @@ import torch
 
 from functron.core import tree
 from functron.core.settings import setting
+from functron.core.tables import shows_differences
 from functron.program.cost import peak_memory_bytes
 from functron.training import records
 
@@ -33,6 +34,7 @@ Step = Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
 """``(state, batch) -> (state, metrics)``."""
 
 
+@shows_differences
 @dataclass(frozen=True)
 class WaitingConfig:
     """How processes wait for one another.

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from functron.core import chart
-from functron.core.chart import line_chart, table
+from functron.core.chart import line_chart
 from functron.core.errors import (
     Problem,
     find_plugin,
@@ -34,6 +34,7 @@ from functron.core.errors import (
     refuse,
 )
 from functron.core.settings import Need, setting
+from functron.core.tables import shows_differences, table
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -64,6 +65,7 @@ _WRITER = Need(
 )
 
 
+@shows_differences
 @dataclass(frozen=True)
 class LoggingConfig:
     """Additional records and their destinations.

@@ -20,8 +20,10 @@ from functron.compiler.jit import jit
 from functron.core import compat, random, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.scopes import named_scope
+from functron.core.tables import Table, shows_table
 from functron.ops import AUTO, Kernels
 from functron.optim.transformation import purely, refuse_parts
+from functron.program.debug import tree_table
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd.axes import AxisNames, section
 from functron.spmd.mesh import JointCall
@@ -35,6 +37,7 @@ SAMPLES = P(DATA_AXES)
 """The spec of a batch that is split by its samples alone."""
 
 
+@shows_table
 class State(NamedTuple):
     """Everything a step reads and replaces.
 
@@ -49,6 +52,9 @@ class State(NamedTuple):
     params: tree.Tree
     opt_state: tree.Tree
     key: Any
+
+    def _table(self) -> Table:
+        return tree_table(self, title="State")
 
 
 @public

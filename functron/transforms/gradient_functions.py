@@ -25,9 +25,9 @@ from typing import Any, Literal, Protocol
 import torch
 
 from functron.core import tree
-from functron.core.chart import table
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
+from functron.core.tables import table
 from functron.program.recorder import active, readable
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.simulate import runs_transform

@@ -50,6 +50,7 @@ from functron.core import compat, tree
 from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase, in_scopes, named_scope, phase, scope_names
+from functron.core.tables import shows_differences
 from functron.spmd.axes import Axis, AxisNames, lookup, user_line
 from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import FSDP_AXES
@@ -249,6 +250,7 @@ def detach_codes(params: tree.Tree) -> tree.Tree:
     return tree.map(one, params, is_leaf=is_encoded)
 
 
+@shows_differences
 @dataclass(frozen=True)
 class Gather:
     """How the parameters of a model are gathered at use: arguments of `fsdp` for all blocks.

@@ -32,8 +32,8 @@ from functron.apps.planner.rates import (
     time_program,
 )
 from functron.core import chart
-from functron.core.chart import bytes_text, count_text, table
 from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.core.tables import bytes_text, count_text, table
 from functron.models import gpt
 from functron.program.timeline import COMPUTE
 from functron.program.trace import Program
