@@ -53,8 +53,9 @@ def jit(
     The first call traces `fn` and compiles the trace with Inductor, layers that are scanned once at
     any depth; later calls run it. Put it outermost: ``jit(grad(f))``, not ``grad(jit(f))``.
 
-    >>> step = ft.jit(ft.make_step(...), donate=0)
-    >>> state, metrics = step(state, batch)
+    >>> double = ft.jit(lambda x: 2 * x, donate=0, backend="eager")
+    >>> double(torch.ones(3))
+    tensor([2., 2., 2.])
 
     Of what `shard_map` returned over a bound mesh, every rank calls it, and each compiles a part of
     the kernels. Over a simulated mesh, the simulation of all ranks is compiled.
@@ -183,7 +184,8 @@ class Jitted:
         for entry in made[:3]:
             first = ", ".join(f"{path}: {text}" for path, text in [*entry.arguments.items()][:3])
             count = len(entry.arguments)
-            notes.append(f"compiled for {count} leaves: {first}{', ...' * (count > 3)}")
+            leaves = "leaf" if count == 1 else "leaves"
+            notes.append(f"compiled for {count} {leaves}: {first}{', ...' * (count > 3)}")
         notes += [] if made else ["not compiled yet"]
         notes += [f"... {len(made) - 3} more programs"] if len(made) > 3 else []
         return replace(inner, title=f"jit({inner.title})", notes=[*inner.notes, *notes])

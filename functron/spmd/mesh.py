@@ -102,6 +102,10 @@ class Mesh(_NamedAxes):
     description: programs mapped over it are simulated in this process until `bind` ties it to
     process groups.
 
+    >>> mesh = ft.Mesh(dp=2, tp=4)
+    >>> mesh, mesh.size, mesh["pp"]
+    (Mesh(dp=2, tp=4), 8, 1)
+
     Raises:
         ValueError: a size is not a positive integer.
     """

@@ -135,6 +135,9 @@ def shard(value: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh) -> tree.Tr
     On a bound mesh, copies of this rank's shards; on a mesh that is simulated, the global values
     themselves.
 
+    >>> ft.shard({"w": torch.ones(4)}, P("tp"), ft.Mesh(tp=2))  # simulated
+    {'w': tensor([1., 1., 1., 1.])}
+
     Raises:
         ValueError: a leaf cannot be split as its spec says; all offenders are listed.
     """
@@ -156,6 +159,9 @@ def gather(value: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh) -> tree.T
     """The tree of global values, on every rank, from every rank's shards.
 
     One all-gather per sharded leaf and axis; on a mesh that is simulated, the values themselves.
+
+    >>> ft.gather({"w": torch.ones(4)}, P("tp"), ft.Mesh(tp=2))  # simulated
+    {'w': tensor([1., 1., 1., 1.])}
     """
     if not isinstance(mesh, BoundMesh):
         return value
@@ -193,6 +199,10 @@ def shard_map(
     Differentiated from outside, the cotangent of an input is summed over the axes its spec does not
     mention, and that of an output is divided among them; tensors that `f` closes over count as
     replicated inputs. This is JAX's ``shard_map(check_vma=False)``.
+
+    >>> mean = ft.shard_map(lambda x: lax.pmean(x, "dp"), ft.Mesh(dp=2), P("dp"), P())
+    >>> mean(torch.tensor([1.0, 3.0]))
+    tensor([2.])
 
     Args:
         f: takes and returns trees of tensors; positional arguments only.

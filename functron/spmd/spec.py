@@ -35,6 +35,10 @@ class P(tuple):
 
     `None` leaves a dim whole; several axes split it major to minor, as in JAX; dims beyond the
     spec are whole. ``P()`` is a fully replicated value.
+
+    >>> from functron.spmd import local_shape
+    >>> local_shape((8, 6), P("dp", "tp"), ft.Mesh(dp=2, tp=3))
+    (4, 2)
     """
 
     __slots__ = ()
@@ -208,6 +212,9 @@ class Rules(Mapping[str, SpecEntry]):
 
     ``Rules({"heads": "tp", "mlp": "tp", "vocab": "tp"})`` is Megatron's tensor parallelism.
     Logical axes that are not listed stay whole.
+
+    >>> ft.Rules({"mlp": "tp"}).spec(("embed", "mlp"))
+    P(None, 'tp')
     """
 
     def __init__(self, rules: Mapping[str, SpecEntry]):

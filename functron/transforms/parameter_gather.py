@@ -91,6 +91,12 @@ def fsdp(
     gathered. Small leaves are gathered together. Works under every torch.func transform, in `scan`,
     `remat` and pipelines; put it around `remat`, so that the gathers can be started early.
 
+    >>> block = ft.fsdp(lambda w, x: x @ w, P("fsdp"))
+    >>> mapped = ft.shard_map(block, ft.Mesh(fsdp=2), (P("fsdp"), P("fsdp")), P("fsdp"))
+    >>> mapped(torch.ones(4, 1), torch.ones(2, 4))
+    tensor([[4.],
+            [4.]])
+
     Collectives: per block one all-gather over each axis for all small leaves and one per large
     leaf; in backward the same again with `regather`, and as many reduce-scatters of gradients.
 
@@ -256,6 +262,9 @@ class Gather:
     """How the parameters of a model are gathered at use: arguments of `fsdp` for all blocks.
 
     ``Gather()`` gathers nothing: the same program runs on one device.
+
+    >>> ft.ModelOptions(gather=ft.Gather(P("fsdp"), compute_dtype=torch.bfloat16))
+    ModelOptions(gather=Gather(specs=P('fsdp'), compute_dtype=torch.bfloat16))
 
     Attributes:
         specs: of all parameters, or one for all of them.

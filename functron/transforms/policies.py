@@ -150,8 +150,8 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
 
     Where nothing asks for names this returns `x` itself. Works under every torch.func transform.
 
-    >>> block = remat(lambda w, x: torch.relu(checkpoint_name(x @ w, "hidden")) @ w.mT,
-    ...               policy=policies.names("hidden"))
+    >>> keep = ft.policies.names("hidden")
+    >>> block = ft.remat(lambda w, x: ft.checkpoint_name(x @ w, "hidden").relu(), policy=keep)
 
     Raises:
         ValueError: the name is empty or no string.
