@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from functron.core import compat, tree
-from functron.core.errors import Problem, full_tracebacks, public, raise_problems
+from functron.core.errors import Problem, full_tracebacks, public, raise_problems, refuse
 from functron.core.scopes import phase
 from functron.core.tables import MAX_LINES, Table, bytes_text
 from functron.program.recorder import active
@@ -263,7 +263,10 @@ def _bytes(count: int) -> str:
 # --- drawings
 
 
-def visualize_sharding(spec: P, shape: Sequence[int], mesh: Mesh | BoundMesh) -> Drawing:
+@public
+def visualize_sharding(
+    array: Any, specs: tree.Tree = None, mesh: Mesh | BoundMesh | None = None
+) -> Drawing | Drawings:
     """A drawing of which ranks hold which block of a tensor; prints as text, SVG in notebooks.
 
     Ranks that hold the same block are listed in it together. A drawing has at most two dims: the
@@ -271,10 +274,48 @@ def visualize_sharding(spec: P, shape: Sequence[int], mesh: Mesh | BoundMesh) ->
     more, a block lists the ranks of all parts along the dims that are not drawn. Many rows or
     columns, and many ranks in a block, are shortened with dots.
 
+    >>> ft.visualize_sharding(torch.zeros(4, 6), P(None, "tp"), ft.Mesh(dp=2, tp=2))
+    (4, 6) by P(None, 'tp') on Mesh(dp=2,tp=2): each rank holds (4, 3)
+          0:3   3:6
+        ┌─────┬─────┐
+    0:4 │ 0,2 │ 1,3 │
+        └─────┴─────┘
+    down: dim 0, whole
+    across: dim 1 over tp
+    replicated over dp
+
+    Args:
+        array: a tensor (on a bound mesh, this rank's shard), a handle that has a spec and a mesh, a
+            `ParamDef`, or a shape; or a tree of them, but for shapes: their drawings side by side.
+        specs: how they are split, a prefix tree; None: as handles say.
+        mesh: over which; None: that of handles.
+
     Raises:
-        ValueError: the spec does not fit the shape or the mesh.
+        ValueError: a spec does not fit the shape or the mesh; there is none, or no mesh.
     """
-    raise_problems("visualize_sharding", problems("shape", shape, spec, mesh))
+    if isinstance(array, P):
+        got, fix = "a spec", "visualize_sharding(array_or_shape, spec, mesh)"
+        refuse("visualize_sharding", "array", got, "a tensor, a handle or a shape", fix)
+    if isinstance(array, tuple | list) and all(isinstance(size, int) for size in array):
+        array = torch.empty(tuple(array), device="meta")
+        mesh = None if mesh is None else mesh.mesh  # a shape is that of the whole
+    flat = [None] * len(tree.leaves(array))
+    if specs is not None:
+        flat = tree.broadcast_prefix(specs, array, is_leaf=is_spec, what="specs", wanted="a P")
+    drawings = []
+    for (path, leaf), spec in zip(tree.items(array), flat, strict=True):
+        place = getattr(leaf, "mesh", None) or mesh
+        spec = getattr(leaf, "spec", None) if spec is None else spec
+        if spec is None or place is None:
+            got = f"no {'spec' if spec is None else 'mesh'}"
+            refuse("visualize_sharding", path or "array", got, "both", "pass array, spec, mesh")
+        shape = leaf.shape if _is_whole(leaf, place) else global_shape(leaf.shape, spec, place)
+        drawings.append(_draw(path, tuple(shape), spec, place))
+    return drawings[0] if tree.is_leaf(array) else Drawings(tuple(drawings))
+
+
+def _draw(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh | BoundMesh) -> Drawing:
+    raise_problems("visualize_sharding", problems(path or "shape", shape, spec, mesh))
     plain = mesh.mesh
     names = [tuple(n for n in axes if plain[n] > 1) for axes in dim_axes(spec, len(shape))]
     dims = [Dim(d, shape[d], num_shards(names[d], plain), names[d]) for d in range(len(shape))]
@@ -284,7 +325,8 @@ def visualize_sharding(spec: P, shape: Sequence[int], mesh: Mesh | BoundMesh) ->
     for rank in range(plain.size):
         cells.setdefault(tuple(dim.block(plain, rank) for dim in drawn), []).append(rank)
     local = tuple(dim.size // dim.blocks for dim in dims)
-    title = f"{tuple(shape)} by {spec} on Mesh({plain}): each rank holds {local}"
+    head = f"{path} {shape}" if path else f"{shape}"
+    title = f"{head} by {spec} on Mesh({plain}): each rank holds {local}"
     notes = [
         f"{place}: dim {dim.number}" + (f" over {', '.join(dim.axes)}" if dim.axes else ", whole")
         for place, dim in zip(["down", "across"][2 - len(drawn) :], drawn, strict=True)
@@ -297,7 +339,8 @@ def visualize_sharding(spec: P, shape: Sequence[int], mesh: Mesh | BoundMesh) ->
     used = {name for axes in names for name in axes}
     copies = [name for name, size in plain.axes if size > 1 and name not in used]
     notes += [f"replicated over {', '.join(copies)}"] if copies else []
-    return Drawing(title, drawn, {at: tuple(found) for at, found in cells.items()}, tuple(notes))
+    found = {at: tuple(ranks) for at, ranks in cells.items()}
+    return Drawing(title, f"{head} {spec}", drawn, found, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -339,12 +382,14 @@ class Drawing:
 
     Attributes:
         title: shape, spec and mesh.
+        name: shape and spec.
         dims: those that are drawn, at most two; the last one runs across.
         cells: the ranks that hold each block, by its index on the drawn dims.
         notes: which axes split which dim, and over which the tensor is replicated.
     """
 
     title: str
+    name: str
     dims: tuple[Dim, ...]
     cells: Mapping[tuple[int, ...], tuple[int, ...]]
     notes: tuple[str, ...]
@@ -380,17 +425,22 @@ class Drawing:
 
     __repr__ = __str__
 
-    def svg(self) -> str:
-        """The drawing as an SVG picture, a colour per block; readable on light and dark pages."""
+    def svg(self, *, small: bool = False) -> str:
+        """The drawing as an SVG picture, a colour per block; readable on light and dark pages.
+
+        Args:
+            small: without the notes below, and with the name as its title.
+        """
+        title, notes = (self.name, ()) if small else (self.title, self.notes)
         down, across, grid = self._grid()
         wide = 7 * max(len(text) for row in [across, *grid] for text in row) + 24
         high, left, top = 36, 7 * max(map(len, down)) + 10, 44
-        width = max(left + wide * len(across), 7 * max(map(len, [self.title, *self.notes]))) + 4
-        height = top + high * len(grid) + 18 * len(self.notes) + 8
+        width = max(left + wide * len(across), 7 * max(map(len, [title, *notes]))) + 4
+        height = top + high * len(grid) + 18 * len(notes) + 8
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
             f'width="{width}" height="{height}" font-family="sans-serif" font-size="12">',
-            _label(2, 16, self.title, "start"),
+            _label(2, 16, title, "start"),
         ]
         parts += [_label(left + (c + 0.5) * wide, top - 6, text) for c, text in enumerate(across)]
         for r, row in enumerate(grid):
@@ -407,11 +457,30 @@ class Drawing:
                 )
                 parts.append(_label(x + wide / 2, y + high / 2 + 4, text, ink=ink))
         below = top + high * len(grid) + 18
-        parts += [_label(2, below + 18 * i, note, "start") for i, note in enumerate(self.notes)]
+        parts += [_label(2, below + 18 * i, note, "start") for i, note in enumerate(notes)]
         return "\n".join([*parts, "</svg>"])
 
     def _repr_html_(self) -> str:
         return self.svg()
+
+
+@dataclass(frozen=True, repr=False)
+class Drawings:
+    """Several drawings: below one another as text, side by side in notebooks."""
+
+    drawings: tuple[Drawing, ...]
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.drawings))
+
+    def __repr__(self) -> str:
+        few = self.drawings[:1] if len(self.drawings) > 1 else self.drawings
+        more = len(self.drawings) - len(few)
+        return "\n\n".join([*map(str, few), *([f"and {more} more drawings"] if more else [])])
+
+    def _repr_html_(self) -> str:
+        parts = [f"<div>{drawing.svg(small=True)}</div>" for drawing in self.drawings]
+        return f'<div style="display:flex;flex-wrap:wrap;gap:20px">{"".join(parts)}</div>'
 
 
 def _label(x: float, y: float, text: str, anchor: str = "middle", ink: str = "currentColor") -> str:
