@@ -171,7 +171,7 @@ def test_bytes_per_rank_are_those_of_shards():
         ["b", "(8,)", "bfloat16", "P()", "(8,)", "8", "16", "16"],
         ["w", "(8, 4)", "float32", "P('tp')", "(4, 4)", "32", "128", "64"],
     ]
-    assert table.title == "2 tensors, 40 numbers, 144 bytes; 80 bytes per rank"
+    assert table.notes == ("2 tensors, 40 numbers, 144 bytes; 80 bytes per rank",)
 
 
 def test_layers_that_are_alike_are_a_row():

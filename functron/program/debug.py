@@ -56,10 +56,10 @@ def show(value: Any, specs: Any = None, mesh: Mesh | BoundMesh | None = None) ->
     is one row: ``layers/{0..11}/mlp/up``.
 
     >>> ft.show({"w": torch.zeros(8, 4), "b": torch.zeros(8)}, ft.P("tp"), ft.Mesh(tp=2))
-    2 tensors, 40 numbers, 160 bytes; 80 bytes per rank
     path  shape   dtype    spec     local shape  numbers  bytes  per rank
     b     (8,)    float32  P('tp')  (4,)               8     32        16
     w     (8, 4)  float32  P('tp')  (4, 4)            32    128        64
+    2 tensors, 40 numbers, 160 bytes; 80 bytes per rank
 
     Args:
         value: a tree of tensors, of handles with a shape, dtype, spec and mesh, of `ParamDef`s or
@@ -250,14 +250,14 @@ def _make_table(rows: Sequence[_Row], title: str, unit: str) -> Table:
                         for row in rows)]  # fmt: skip
 
     what = [f"{leaves} {'tensors' if nbytes else 'leaves'}"]
-    what += [f"{count:,} {unit}", f"{_bytes(nbytes)}"] if nbytes else []
+    what += [f"{count:,} {unit}", _bytes(nbytes)] if nbytes else []
     total = ", ".join(what) + (f"; {_bytes(local)} per rank" if sharded else "")
     folded = cells(_fold(rows, MAX_LINES - 3))
-    return Table(f"{title}: {total}" if title else total, cells(rows), len(kept), folded=folded)
+    return Table(title, cells(rows), len(kept), (total,), folded)
 
 
 def _bytes(count: int) -> str:
-    return f"{count:,} bytes" if count < 1024 else bytes_text(count)
+    return f"{count:,} bytes" + (f" ({bytes_text(count)})" if count >= 1024 else "")
 
 
 # --- drawings

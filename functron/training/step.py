@@ -42,11 +42,12 @@ class State(NamedTuple):
     """Everything a step reads and replaces.
 
     >>> ft.State(torch.tensor(0), {"w": torch.zeros(2, 3)}, (), ft.random.key(0))
-    State: 3 tensors, 9 numbers, 48 bytes
+    State
     path      shape   dtype    numbers  bytes
     step      ()      int64          1      8
     params/w  (2, 3)  float32        6     24
     key       (2,)    int64          2     16
+    3 tensors, 9 numbers, 48 bytes
 
     Attributes:
         step: int64 scalar, the number of steps taken.
