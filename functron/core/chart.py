@@ -1,8 +1,10 @@
-"""Pictures: lines, areas, bars in time and heat maps as SVG, and bars in time as text."""
+"""Pictures: lines, bars in time and heat maps as SVG, and bars in time as text.
+
+Runs write some of them without matplotlib; `functron.training.viz` draws with it, in notebooks.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -12,7 +14,6 @@ from typing import NamedTuple
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 40, 50
 MAX_POINTS = 1000
-MAX_STEPS = 315  # of areas: two pixels for each
 MAX_DOTS = 100
 COLORS = ("#d94801", "#238b45", "#6a51a3", "#b8860b", "#ce1256", "#525252")
 MARKS = ("#cb181d", "#6a51a3", "#525252", "#238b45")
@@ -86,11 +87,11 @@ def _draw_levels(places: Iterable[tuple[float, float]]) -> list[str]:
     return parts
 
 
-def _draw_words(title: str, x_label: str, y_label: str, size: float = 15) -> list[str]:
-    """The title, in letters of this size, and the names of the axes."""
+def _draw_words(title: str, x_label: str, y_label: str) -> list[str]:
+    """The title and the names of the axes."""
     middle = (TOP + HEIGHT - BOTTOM) / 2
     return [
-        _text(WIDTH / 2, 24, title, size=size, more='font-weight="bold"'),
+        _text(WIDTH / 2, 24, title, size=15, more='font-weight="bold"'),
         _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x_label),
         _text(18, middle, y_label, more=f'transform="rotate(-90 18 {middle:g})"'),
     ]
@@ -106,51 +107,6 @@ def svg_document(width: float, height: float, parts: Sequence[str], size: float 
         *parts,
         "</svg>\n",
     ])  # fmt: skip
-
-
-def area_chart(
-    rows: Sequence[Sequence[float]],
-    colours: Mapping[str, str],
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
-) -> str:
-    """Series stacked on one another in steps of equal width, as an SVG document.
-
-    Args:
-        rows: at each step, the numbers of the series, 0 or more. Of more than `MAX_STEPS` steps
-            the highest of neighbours are shown, so that peaks stay.
-        colours: of CSS, by the names of the series, the bottom one first.
-        title: above the chart, and above a legend.
-        x_label, y_label: below it and beside it, with the units.
-    """
-    stride = -(-len(rows) // MAX_STEPS) or 1
-    rows = [max(rows[k : k + stride], key=sum) for k in range(0, len(rows), stride)]
-    width, levels = WIDTH - LEFT - RIGHT, ticks(0, max(map(sum, rows), default=0))
-
-    def up(value: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / levels[-1]
-
-    def edge(values: Sequence[float]) -> list[str]:
-        places = (LEFT + width * step / max(len(rows), 1) for step in range(len(rows) + 1))
-        steps = zip(itertools.pairwise(places), map(up, values), strict=True)
-        return [f"{x:.1f},{y:.1f}" for ends, y in steps for x in ends]
-
-    parts = _draw_levels((tick, up(tick)) for tick in levels)
-    below = [0.0] * len(rows)
-    for index, (name, colour) in enumerate(colours.items()):
-        above = [base + row[index] for base, row in zip(below, rows, strict=True)]
-        points = " ".join(edge(above) + edge(below)[::-1])
-        parts.append(
-            f'<polygon points="{points}" fill="{colour}"><title>{escape(name)}</title></polygon>'
-        )
-        below = above
-        x = LEFT + index * width / len(colours)
-        parts.append(f'<rect x="{x:.1f}" y="28" width="10" height="10" fill="{colour}"/>')
-        parts.append(_text(x + 14, 37, name, "start"))
-    words = _draw_words(title, x_label, y_label, 13)
-    return svg_document(WIDTH, HEIGHT, [*parts, *words])
 
 
 def _finite(points: Iterable[tuple[float, float]]) -> Points:
@@ -310,22 +266,37 @@ class SvgBar(NamedTuple):
     slot: tuple[int, int] = (0, 1)
 
 
-def gantt_svg(
-    boxes: Sequence[SvgBar],
-    names: Sequence[str],
-    title: str,
-    legend: Sequence[Sequence[str]] = (),
-    width: float | None = None,
-) -> str:
-    """A row per name, a box per interval; on white, for any page.
+class Gantt(NamedTuple):
+    """A row per name, a box per interval: `svg` draws it, and `functron.training.viz.timeline`.
 
-    Args:
+    Attributes:
         boxes: the intervals.
         names: of the rows.
         title: above the chart.
         legend: texts, each with the colours before it.
-        width: in pixels; None: such that most boxes have room for their labels.
     """
+
+    boxes: Sequence[SvgBar]
+    names: Sequence[str]
+    title: str
+    legend: Sequence[Sequence[str]] = ()
+
+    def svg(self, width: float | None = None) -> str:
+        """An SVG picture on white, for any page.
+
+        Args:
+            width: in pixels; None: such that most boxes have room for their labels.
+        """
+        return _gantt_svg(*self, width)
+
+
+def _gantt_svg(
+    boxes: Sequence[SvgBar],
+    names: Sequence[str],
+    title: str,
+    legend: Sequence[Sequence[str]],
+    width: float | None,
+) -> str:
     total = max((box.end for box in boxes), default=0.0) or 1.0
     lengths = sorted(box.end - box.start for box in boxes if box.end > box.start) or [total]
     short = lengths[len(lengths) // 4]  # of measured ones the shortest would stretch the picture

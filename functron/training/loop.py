@@ -561,7 +561,10 @@ def record_to(
 
 
 def progress() -> LoopHook:
-    """A hook that shows a bar: loss, gradient norm, tokens per second, losses of held-out sets."""
+    """A hook that shows a bar: loss, gradient norm, tokens per second, MFU, time left.
+
+    Losses of held-out sets, too. It is updated in place, in a notebook in the cell that runs.
+    """
     return _Writer(lambda at: records.progress(at.steps, at.step))
 
 
