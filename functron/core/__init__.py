@@ -3,7 +3,7 @@
 `tree` (nested containers with paths), `errors` (messages that teach), `random` (counter-based
 keys), `scopes` (named scopes and phases), `closure` (tensors a function closes over), `settings`
 (configurations in sections, and what fields say of options), `typing` (shapes in signatures),
-`chart` (SVG) and `compat` (private names of torch).
+`tables` (rows as text and HTML), `chart` (SVG) and `compat` (private names of torch).
 
 `import_lazily` lets a package import its public names when they are first used.
 """

@@ -14,6 +14,7 @@ import itertools
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -316,18 +317,17 @@ def timeline(shown: Any, *, ax: Axes | None = None) -> Axes:
     total = max((box.end for box in chart.boxes), default=1.0) or 1.0
     for row in range(len(chart.names)):
         ax.broken_barh([(0, total)], (row - 0.45, 0.9), facecolor="#f0f0f0")
+    spans: dict[tuple, list[tuple[float, float]]] = defaultdict(list)
     for box in chart.boxes:
         slot, count = box.slot
-        high = 0.9 / count
-        low = box.row - 0.45 + slot * high
-        width = box.end - box.start
-        ax.broken_barh(
-            [(box.start, width)], (low, high), facecolor=_rgb(box.colour), edgecolor="white", lw=0.4
-        )
+        place, width = (box.row - 0.45 + slot * 0.9 / count, 0.9 / count), box.end - box.start
+        spans[place, box.colour].append((box.start, width))
         if width / total * 130 > len(box.label):
             ink = "white" if box.dark else "black"
-            middle = box.start + width / 2, low + high / 2
+            middle = box.start + width / 2, place[0] + place[1] / 2
             ax.text(*middle, box.label, ha="center", va="center", fontsize=7, color=ink)
+    for (place, colour), found in spans.items():
+        ax.broken_barh(found, place, facecolor=_rgb(colour), edgecolor="white", lw=0.4)
     for name, *colours in chart.legend:
         if colours:
             ax.bar(0, 0, color=_rgb(colours[0]), label=name)
@@ -364,7 +364,7 @@ def memory(program: Code | ProgramMemory, *, ax: Axes | None = None) -> Axes:
     )
     ax.set(xlabel="equations, in the order in which they run", ylabel=f"live ({unit})")
     ax.set_title(f"memory of {found.name}: peak {bytes_text(found.peak_bytes)}", fontsize=10)
-    ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    ax.legend(fontsize=8)
     return ax
 
 

@@ -87,6 +87,19 @@ def test_a_number_that_no_record_has_is_refused():
         viz.gradient_norms(history(2))
 
 
+def test_a_comparison_is_drawn(tmp_path):
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.toml").write_text("steps = 2\n")
+        lines = [{"step": s, "loss": 2.0 / s, "tokens": 8 * s} for s in (1, 2)]
+        (folder / records.METRICS).write_text("".join(json.dumps(r) + "\n" for r in lines))
+    both = training.compare([tmp_path / "one", tmp_path / "two"])
+    ax = viz.loss_curves(both)
+    assert ax.get_legend_handles_labels()[1] == list(both.runs)
+    assert curve(ax)[1] == [2.0, 1.0]
+
+
 # --- heat maps
 
 
@@ -161,12 +174,13 @@ def test_timelines_have_a_box_for_each_interval(shown):
     chart = value.bars()
     ax = viz.timeline(value)
     rows = len(chart.names)
-    assert len(ax.collections) == rows + len(chart.boxes)
+    boxes = [path for bars in ax.collections[rows:] for path in bars.get_paths()]
+    assert len(boxes) == len(chart.boxes)
     assert [label.get_text() for label in ax.get_yticklabels()] == list(chart.names)
     assert ax.get_title() == chart.title
     assert ax.get_xlim()[1] == max(box.end for box in chart.boxes)
-    first = ax.collections[rows].get_paths()[0].get_extents()
-    assert first.width == pytest.approx(chart.boxes[0].end - chart.boxes[0].start)
+    widths = sorted(path.get_extents().width for path in boxes)
+    assert widths == pytest.approx(sorted(box.end - box.start for box in chart.boxes))
 
 
 def test_memory_is_stacked_up_to_the_peak():
