@@ -126,6 +126,9 @@ class _Row(NamedTuple):
     leaves: int = 1
 
 
+_BLANK = _Row("", "", "", "", "", "")
+
+
 def _is_p(value: Any) -> bool:
     return isinstance(value, P)
 
@@ -191,8 +194,8 @@ def _join_layers(rows: Sequence[_Row]) -> list[_Row]:
 
 
 def _add_up(path: str, rows: Sequence[_Row], like: _Row) -> _Row:
-    sums = (sum(column) for column in zip(*(row[6:] for row in rows), strict=True))
-    return _Row(path, *like[1:6], *sums)
+    columns = [*zip(*(row[6:] for row in rows), strict=True)] or [(0,)] * 4
+    return _Row(path, *like[1:6], *map(sum, columns))
 
 
 def _fold(rows: Sequence[_Row], room: int) -> list[_Row]:
@@ -221,12 +224,11 @@ def _fold(rows: Sequence[_Row], room: int) -> list[_Row]:
             closed.add(name)
             continue
         groups[at : at + 1] = inner
-    blank = _Row("", "", "", "", "", "")
     return [
         group[0]
         if len(group) == 1
         else _add_up(
-            f"{name}/*", group, blank._replace(shape=f"{sum(r.leaves for r in group)} leaves")
+            f"{name}/*", group, _BLANK._replace(shape=f"{sum(r.leaves for r in group)} leaves")
         )
         for name, group in groups
     ]
@@ -236,7 +238,8 @@ _HEADINGS = ("path", "shape", "logical axes", "dtype", "spec", "local shape")
 
 
 def _make_table(rows: Sequence[_Row], title: str, unit: str) -> Table:
-    count, nbytes, local, leaves = (sum(row[k] for row in rows) for k in range(6, 10))
+    all_ = _add_up("", rows, _BLANK)
+    nbytes = all_.nbytes
     sharded = any(row.local for row in rows)
     kept = [k for k in range(6) if k == 0 or any(row[k] for row in rows)]
     numbers: list[tuple[str, Callable[[_Row], str]]] = []
@@ -246,12 +249,13 @@ def _make_table(rows: Sequence[_Row], title: str, unit: str) -> Table:
 
     def cells(rows: Sequence[_Row]) -> list[list[str]]:
         head = [*(_HEADINGS[k] for k in kept), *(name for name, _ in numbers)]
-        return [head, *([*(row[k] for k in kept), *(text(row) for _, text in numbers)]
+        return [head, *([*(str(row[k]) for k in kept), *(text(row) for _, text in numbers)]
                         for row in rows)]  # fmt: skip
 
-    what = [f"{leaves} {'tensors' if nbytes else 'leaves'}"]
-    what += [f"{count:,} {unit}", _bytes(nbytes)] if nbytes else []
-    total = ", ".join(what) + (f"; {_bytes(local)} per rank" if sharded else "")
+    kind = ("tensor", "tensors") if nbytes else ("leaf", "leaves")
+    what = [f"{all_.leaves} {kind[all_.leaves != 1]}"]
+    what += [f"{all_.count:,} {unit}", _bytes(nbytes)] if nbytes else []
+    total = ", ".join(what) + (f"; {_bytes(all_.local_bytes)} per rank" if sharded else "")
     folded = cells(_fold(rows, MAX_LINES - 3))
     return Table(title, cells(rows), len(kept), (total,), folded)
 

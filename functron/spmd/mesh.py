@@ -72,11 +72,14 @@ class _NamedAxes:
         columns, rows = _some(range(across), 8), _some(range(len(places)), 12)
         grid = [["", *(_at([(name, k)]) for k in columns)]]
         for row in rows:
-            place = () if row is None else zip((n for n, _ in down), places[row], strict=True)
-            label = _at(place)
-            cells = ("..." if None in (row, k) else f"{row * across + k}" for k in columns)
+            if row is None:
+                grid.append(["", *["..."] * len(columns)])
+                continue
+            label = _at(zip((n for n, _ in down), places[row], strict=True))
+            cells = ("..." if k is None else f"{row * across + k}" for k in columns)
             grid.append([label, *cells])
-        return Table(f"{self!r}, {self.size} ranks", grid, folded=grid)
+        ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        return Table(f"{self!r}, {ranks}", grid, folded=grid)
 
     def _repr_html_(self) -> str:
         return self._table()._repr_html_()
