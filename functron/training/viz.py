@@ -362,9 +362,9 @@ def memory(program: Code | ProgramMemory, *, ax: Axes | None = None) -> Axes:
     ax.stackplot(
         range(len(live)), live[:, kept].T / scale, labels=names, colors=colours, step="mid", lw=0
     )
-    ax.set(xlabel="equations, in the order in which they run", ylabel=f"live ({unit})")
+    ax.set(xlabel="equations, in order", ylabel=f"live ({unit})")
     ax.set_title(f"memory of {found.name}: peak {bytes_text(found.peak_bytes)}", fontsize=10)
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, loc="upper right")
     return ax
 
 
