@@ -209,6 +209,22 @@ def test_handles_show_their_own_specs():
     ]  # fmt: skip
 
 
+class Started:
+    """Has the axes of a mesh, and is none."""
+
+    mesh, axis_names = MESH, MESH.axis_names
+
+    def __getitem__(self, name):
+        return MESH[name]
+
+
+def test_any_mesh_with_axes_will_do():
+    value = torch.zeros(8, 2)
+    assert ft.show(value, P("dp"), Started()).rows == ft.show(value, P("dp"), MESH).rows
+    drawn = ft.visualize_sharding(value, P("dp"), Started())
+    assert str(drawn) == str(ft.visualize_sharding(value, P("dp"), MESH))
+
+
 def test_specs_that_do_not_fit_are_all_named():
     values = {"a": torch.zeros(3, 4), "b": torch.zeros(5)}
     with pytest.raises(ValueError, match=r"(?s)a: got dim 0 .* b: got dim 0") as error:

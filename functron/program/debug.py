@@ -48,7 +48,7 @@ __all__ = ["check_grads", "full_tracebacks", "print", "show", "visualize_shardin
 
 
 @public
-def show(value: Any, specs: Any = None, mesh: Mesh | BoundMesh | None = None) -> Table:
+def show(value: Any, specs: Any = None, mesh: Any = None) -> Table:
     """The leaves of a tree as a table: names, shapes, dtypes, specs, and bytes on each rank.
 
     It prints whole, and is a table in notebooks; its `repr` has `MAX_LINES` lines, where the
@@ -66,7 +66,7 @@ def show(value: Any, specs: Any = None, mesh: Mesh | BoundMesh | None = None) ->
             of specs; on a bound mesh, of this rank's shards. Or what has a table of its own, such
             as a mesh.
         specs: a prefix tree of specs, or the `Rules` that give them.
-        mesh: over which the specs split the values.
+        mesh: over which the specs split the values: simulated, bound, or what has its axes.
 
     Raises:
         ValueError: a value cannot be split as its spec says; all offenders are listed.
@@ -268,9 +268,7 @@ def _bytes(count: int) -> str:
 
 
 @public
-def visualize_sharding(
-    array: Any, specs: tree.Tree = None, mesh: Mesh | BoundMesh | None = None
-) -> Drawing | Drawings:
+def visualize_sharding(array: Any, specs: tree.Tree = None, mesh: Any = None) -> Drawing | Drawings:
     """A drawing of which ranks hold which block of a tensor; prints as text, SVG in notebooks.
 
     Ranks that hold the same block are listed in it together. A drawing has at most two dims: the
