@@ -37,7 +37,8 @@ from peers.models import decoder, make_batch
 
 import functron as ft
 from functron import Mesh, checkpoint
-from functron.core.chart import line_chart, table
+from functron.core.chart import line_chart
+from functron.core.tables import table
 from functron.data import IndexedFile, TokenWindows
 
 SEQ, VOCAB = 64, 512

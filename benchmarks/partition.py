@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 import functron as ft
 from functron import P
-from functron.core.chart import bytes_text
+from functron.core.tables import bytes_text
 
 BATCH, SEQ, EMBED, MLP, HEADS, KV_HEADS, HEAD, VOCAB, EXPERTS, ROOM = (
     16,

@@ -36,7 +36,7 @@ from functron.apps.planner import (
     hardware,
     trace_pieces,
 )
-from functron.core.chart import table
+from functron.core.tables import table
 from functron.models import gpt
 from functron.models.config import GPTConfig
 from functron.models.options import ModelOptions

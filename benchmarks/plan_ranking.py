@@ -33,7 +33,7 @@ import torch.distributed as dist
 from functron import gpt
 from functron.apps.planner import Estimate, Hardware, hardware
 from functron.apps.planner.measurements import estimate_run
-from functron.core.chart import table
+from functron.core.tables import table
 from functron.spmd import Mesh
 from functron.training import TrainConfig, configure, make_setup, prepare
 from functron.training.config import with_precision

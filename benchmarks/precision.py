@@ -32,7 +32,7 @@ import torch
 from peers.models import LEARNING_RATE, WEIGHT_DECAY, decoder, make_batch
 
 from functron import Mesh, jit, random
-from functron.core.chart import align_columns, bytes_text, count_text
+from functron.core.tables import align_columns, bytes_text, count_text
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.precision import Recipe
 from functron.precision.recipe import check_gpu

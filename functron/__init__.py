@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from functron.models.options import Hook, ModelOptions
     from functron.partitioning import constrain, from_module, partition
     from functron.program import debug
+    from functron.program.debug import show, visualize_sharding
     from functron.program.trace import Program, eval_shape, trace
     from functron.spmd import (
         CONTEXT_AXES,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     )
     from functron.spmd import collectives as lax
     from functron.spmd.params import ParamDef, abstract_params, init_params, num_params, param_specs
+    from functron.training import viz
     from functron.training.step import State, grad_norm, init_state, make_step, state_specs
     from functron.transforms import (
         Gather,

@@ -31,8 +31,8 @@ from functron.checkpoint import database
 from functron.checkpoint.database import MEND, as_array, as_tensor, from_name, name_of
 from functron.checkpoint.placement import Box, Leaf, Piece, cells, grid
 from functron.core import tree
-from functron.core.chart import align_columns, bytes_text
 from functron.core.errors import Problem, local_path, nearest, raise_problems, refuse
+from functron.core.tables import align_columns, bytes_text
 
 MANIFEST = "functron.json"
 FORMAT = 1

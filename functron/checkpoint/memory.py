@@ -38,6 +38,7 @@ from functron.checkpoint.placement import Division, Piece, Placement
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import Need, setting
+from functron.core.tables import shows_differences
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.shared_memory import CUDA, Streams
 
@@ -52,6 +53,7 @@ _SAVES_TO_MEMORY = Need(
 )
 
 
+@shows_differences
 @dataclass(frozen=True)
 class MemoryConfig:
     """States that are kept in memory, for restarts that read no disk.

@@ -49,6 +49,7 @@ from functron.core import compat, tree
 from functron.core.closure import refuse_orphans
 from functron.core.errors import Problem, local_path, raise_problems, refuse, tensor_problem
 from functron.core.settings import Need, setting
+from functron.core.tables import shows_differences
 from functron.spmd.shared_memory import CUDA
 
 Moments = Callable[[str, int], None]
@@ -64,6 +65,7 @@ _REMOVED = Need(
 )
 
 
+@shows_differences
 @dataclass(frozen=True)
 class CheckpointConfig:
     """When a run is saved, and which of its checkpoints stay.

@@ -19,8 +19,8 @@ import torch
 
 from functron.cli.options import parse
 from functron.cli.process import mistakes
-from functron.core.chart import table
 from functron.core.errors import local_path
+from functron.core.tables import table
 from functron.ops import nvrtc
 from functron.ops.launch import arch_of
 from functron.ops.nvrtc import CompiledKernel, CompileError, Defines, KernelSource, Resources

@@ -20,9 +20,9 @@ from functron.cli.launch import RunOptions, choose_device, join, launch, leave
 from functron.cli.options import parse
 from functron.cli.process import Process, current, grow_segments, mistakes
 from functron.core import random, tree
-from functron.core.chart import bytes_text
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import Need, Needs, number_problems, setting
+from functron.core.tables import bytes_text
 from functron.data import Tokenizer
 from functron.data.mapped_files import TextTokenizer, encode_prompt
 from functron.data.token_datasets import Sliding

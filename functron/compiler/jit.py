@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from functron.core.errors import (
     raise_problems,
     refuse,
 )
+from functron.core.tables import Table, shows_table
 from functron.program.equations import TensorType, canonical_strides
 from functron.program.overlap import divide_sequences
 from functron.program.recorder import active
@@ -51,8 +53,9 @@ def jit(
     The first call traces `fn` and compiles the trace with Inductor, layers that are scanned once at
     any depth; later calls run it. Put it outermost: ``jit(grad(f))``, not ``grad(jit(f))``.
 
-    >>> step = ft.jit(ft.make_step(...), donate=0)
-    >>> state, metrics = step(state, batch)
+    >>> double = ft.jit(lambda x: 2 * x, donate=0, backend="eager")
+    >>> double(torch.ones(3))
+    tensor([2., 2., 2.])
 
     Of what `shard_map` returned over a bound mesh, every rank calls it, and each compiles a part of
     the kernels. Over a simulated mesh, the simulation of all ranks is compiled.
@@ -113,6 +116,7 @@ def jit(
     return Jitted(fn, donated, frozenset(fixed), num_signatures, settings)
 
 
+@shows_table
 class Jitted:
     """A function and what it was compiled to, by the abstract values of its arguments.
 
@@ -172,6 +176,19 @@ class Jitted:
     def compile(self, *args: tree.Tree) -> Executable:
         """The executable of a call with these arguments; compiled now, if there is none yet."""
         return self._executable(args, *tree.flatten(args))
+
+    def _table(self) -> Table:
+        given, made = self.fn, [each for kept in self._made.values() for each in kept.values()]
+        inner = given._table() if isinstance(given, MappedFunction) else Table(self.name, ())
+        notes = [f"donates {', '.join(map(str, self.donate))}"] if self.donate else []
+        for entry in made[:3]:
+            first = ", ".join(f"{path}: {text}" for path, text in [*entry.arguments.items()][:3])
+            count = len(entry.arguments)
+            leaves = "leaf" if count == 1 else "leaves"
+            notes.append(f"compiled for {count} {leaves}: {first}{', ...' * (count > 3)}")
+        notes += [] if made else ["not compiled yet"]
+        notes += [f"... {len(made) - 3} more programs"] if len(made) > 3 else []
+        return replace(inner, title=f"jit({inner.title})", notes=[*inner.notes, *notes])
 
     def _executable(self, args: tuple, leaves: list, structure: tree.Structure) -> Executable:
         self._check_tensors(args, leaves)

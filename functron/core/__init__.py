@@ -3,7 +3,7 @@
 `tree` (nested containers with paths), `errors` (messages that teach), `random` (counter-based
 keys), `scopes` (named scopes and phases), `closure` (tensors a function closes over), `settings`
 (configurations in sections, and what fields say of options), `typing` (shapes in signatures),
-`chart` (SVG) and `compat` (private names of torch).
+`tables` (rows as text and HTML), `chart` (SVG) and `compat` (private names of torch).
 
 `import_lazily` lets a package import its public names when they are first used.
 """
@@ -53,6 +53,8 @@ class _LazyPackage(ModuleType):
                 raise  # what that module imports
             left_out = f"{error.name} is not there: restore its folder, or do without this name"
             raise AttributeError(f"{self.__name__}.{name}: {left_out}") from None
+        if type(value) is ModuleType and value.__name__.startswith("functron."):
+            value.__class__ = _PublicModule
         self.__dict__[name] = value  # it is not asked for again
         return value
 
@@ -63,15 +65,43 @@ class _LazyPackage(ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*self.__dict__, *self.__all__})
+        return self.__all__
+
+
+class _PublicModule(ModuleType):
+    """A module that is a public name of a package, such as ``functron.gpt``.
+
+    To `dir`, and so to completion, it has no more than its public names: ``__all__``, or what it
+    defines.
+    """
+
+    def __dir__(self) -> list[str]:
+        return sorted(self.__dict__.get("__all__") or _defined_names(self.__name__))
+
+
+def _source(module: str) -> ast.Module:
+    loader: Any = sys.modules[module].__loader__
+    return ast.parse(loader.get_source(module))
+
+
+@functools.cache
+def _defined_names(module: str) -> tuple[str, ...]:
+    """The names that a module defines at its top, without those that it imports."""
+    found: list[str] = []
+    for node in _source(module).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.append(node.name)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        found += [
+            n.id for each in targets if each for n in ast.walk(each) if isinstance(n, ast.Name)
+        ]
+    return tuple({name for name in found if not name.startswith("_")})
 
 
 @functools.cache
 def _places(package: str) -> dict[str, tuple[str, str]]:
     """The module and the name there of every public name of a package."""
-    loader: Any = sys.modules[package].__loader__
-    body = ast.parse(loader.get_source(package)).body
-    branches = (node for node in body if isinstance(node, ast.If))
+    branches = (node for node in _source(package).body if isinstance(node, ast.If))
     (typed,) = (node for node in branches if ast.unparse(node.test) == "TYPE_CHECKING")
     return {
         alias.asname or alias.name: (str(node.module), alias.name)

@@ -1,8 +1,10 @@
-"""Text and pictures: line charts as SVG, rows in columns, numbers with units."""
+"""Pictures: lines, bars in time and heat maps as SVG, and bars in time as text.
+
+Runs write some of them without matplotlib; `functron.training.viz` draws with it, in notebooks.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -85,11 +87,11 @@ def _draw_levels(places: Iterable[tuple[float, float]]) -> list[str]:
     return parts
 
 
-def _draw_words(title: str, x_label: str, y_label: str, size: float = 15) -> list[str]:
-    """The title, in letters of this size, and the names of the axes."""
+def _draw_words(title: str, x_label: str, y_label: str) -> list[str]:
+    """The title and the names of the axes."""
     middle = (TOP + HEIGHT - BOTTOM) / 2
     return [
-        _text(WIDTH / 2, 24, title, size=size, more='font-weight="bold"'),
+        _text(WIDTH / 2, 24, title, size=15, more='font-weight="bold"'),
         _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x_label),
         _text(18, middle, y_label, more=f'transform="rotate(-90 18 {middle:g})"'),
     ]
@@ -105,51 +107,6 @@ def svg_document(width: float, height: float, parts: Sequence[str], size: float 
         *parts,
         "</svg>\n",
     ])  # fmt: skip
-
-
-def area_chart(
-    rows: Sequence[Sequence[float]],
-    colours: Mapping[str, str],
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
-) -> str:
-    """Series stacked on one another in steps of equal width, as an SVG document.
-
-    Args:
-        rows: at each step, the numbers of the series, 0 or more. Of more than `MAX_POINTS` steps
-            the highest of neighbours are shown, so that peaks stay.
-        colours: of CSS, by the names of the series, the bottom one first.
-        title: above the chart, and above a legend.
-        x_label, y_label: below it and beside it, with the units.
-    """
-    stride = -(-len(rows) // MAX_POINTS) or 1
-    rows = [max(rows[k : k + stride], key=sum) for k in range(0, len(rows), stride)]
-    width, levels = WIDTH - LEFT - RIGHT, ticks(0, max(map(sum, rows), default=0))
-
-    def up(value: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / levels[-1]
-
-    def edge(values: Sequence[float]) -> list[str]:
-        places = (LEFT + width * step / max(len(rows), 1) for step in range(len(rows) + 1))
-        steps = zip(itertools.pairwise(places), map(up, values), strict=True)
-        return [f"{x:.1f},{y:.1f}" for ends, y in steps for x in ends]
-
-    parts = _draw_levels((tick, up(tick)) for tick in levels)
-    below = [0.0] * len(rows)
-    for index, (name, colour) in enumerate(colours.items()):
-        above = [base + row[index] for base, row in zip(below, rows, strict=True)]
-        points = " ".join(edge(above) + edge(below)[::-1])
-        parts.append(
-            f'<polygon points="{points}" fill="{colour}"><title>{escape(name)}</title></polygon>'
-        )
-        below = above
-        x = LEFT + index * width / len(colours)
-        parts.append(f'<rect x="{x:.1f}" y="28" width="10" height="10" fill="{colour}"/>')
-        parts.append(_text(x + 14, 37, name, "start"))
-    words = _draw_words(title, x_label, y_label, 13)
-    return svg_document(WIDTH, HEIGHT, [*parts, *words])
 
 
 def _finite(points: Iterable[tuple[float, float]]) -> Points:
@@ -232,63 +189,6 @@ def _text(
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Rows as lines, each column as wide as its widest cell, two spaces apart.
-
-    Args:
-        rows: of as many cells each; a row without cells is an empty line.
-        left: how many columns are aligned to the left, as text is; the others are to the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*filter(None, rows), strict=True)]
-    aligned = [
-        [cell.ljust(width) for cell, width in zip(row[:left], widths[:left], strict=True)]
-        + [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
-        for row in ((row or [""] * len(widths)) for row in rows)
-    ]
-    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
-
-
-def count_text(count: float) -> str:
-    """``1.23 T``: a count with a decimal prefix."""
-    return _with_unit(count, 1000, ["", " k", " M", " G", " T", " P", " E", " Z"])
-
-
-def bytes_text(count: float) -> str:
-    """``1.23 GiB``: bytes with a binary prefix."""
-    return _with_unit(count, 1024, [" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
-
-
-def _with_unit(value: float, base: int, units: list[str]) -> str:
-    power = 0
-    while abs(value) >= base and power < len(units) - 1:
-        value, power = value / base, power + 1
-    return f"{value:.2f}{units[power]}" if power else f"{value:g}{units[0]}"
-
-
-_WIDEST = 60  # columns are padded to the widest cell up to this; longer cells stick out
-
-
-def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines in columns, two spaces apart, one before ``= ``."""
-    return ["".join(cells).rstrip() for cells in pad_cells(rows)]
-
-
-def pad_cells(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Rows of cells with the spaces that put them in columns; columns of "" take no space."""
-    widths: dict[int, int] = {}
-    gaps: dict[int, str] = {}
-    for column, cell in ((k, cell) for row in rows for k, cell in enumerate(row) if cell):
-        widths[column] = max(widths.get(column, 0), len(cell) if len(cell) <= _WIDEST else 0)
-        gaps[column] = " " if cell.startswith("= ") else gaps.get(column, "  " if column else "")
-    return [
-        [
-            gaps[column] + cell.ljust(widths[column]) if column in widths else ""
-            for column, cell in enumerate(row)
-        ]
-        for row in rows
-    ]
-
-
 # --- Gantt charts
 
 
@@ -366,22 +266,37 @@ class SvgBar(NamedTuple):
     slot: tuple[int, int] = (0, 1)
 
 
-def gantt_svg(
-    boxes: Sequence[SvgBar],
-    names: Sequence[str],
-    title: str,
-    legend: Sequence[Sequence[str]] = (),
-    width: float | None = None,
-) -> str:
-    """A row per name, a box per interval; on white, for any page.
+class Gantt(NamedTuple):
+    """A row per name, a box per interval: `svg` draws it, and `functron.training.viz.timeline`.
 
-    Args:
+    Attributes:
         boxes: the intervals.
         names: of the rows.
         title: above the chart.
         legend: texts, each with the colours before it.
-        width: in pixels; None: such that most boxes have room for their labels.
     """
+
+    boxes: Sequence[SvgBar]
+    names: Sequence[str]
+    title: str
+    legend: Sequence[Sequence[str]] = ()
+
+    def svg(self, width: float | None = None) -> str:
+        """An SVG picture on white, for any page.
+
+        Args:
+            width: in pixels; None: such that most boxes have room for their labels.
+        """
+        return _gantt_svg(*self, width)
+
+
+def _gantt_svg(
+    boxes: Sequence[SvgBar],
+    names: Sequence[str],
+    title: str,
+    legend: Sequence[Sequence[str]],
+    width: float | None,
+) -> str:
     total = max((box.end for box in boxes), default=0.0) or 1.0
     lengths = sorted(box.end - box.start for box in boxes if box.end > box.start) or [total]
     short = lengths[len(lengths) // 4]  # of measured ones the shortest would stretch the picture

@@ -29,6 +29,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.tables import repr_differences
 
 T = TypeVar("T")
 
@@ -254,7 +255,9 @@ def with_optional_sections(kind: type[T], sections: Mapping[str, type], mark: Ma
 
 def _extend_dataclass(kind: type[T], rows: Sequence[tuple[str, Any, Any]]) -> type[T]:
     """A dataclass with more sections, which its docstring names with the first line of theirs."""
-    made = dataclasses.make_dataclass(kind.__name__, rows, bases=(kind,), frozen=True)
+    made = dataclasses.make_dataclass(
+        kind.__name__, rows, bases=(kind,), frozen=True, namespace={"__repr__": repr_differences}
+    )
     doc, attributes, rest = (kind.__doc__ or "").partition("    Attributes:\n")
     if attributes:
         indent = rest[: len(rest) - len(rest.lstrip())]

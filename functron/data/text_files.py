@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from functron.core.errors import Problem, find_plugin, load_plugin, local_path, nearest, refuse
 from functron.core.settings import Need, setting
+from functron.core.tables import shows_differences
 from functron.data.blend import NEWEST, BlendOrder
 from functron.data.mapped_files import SpecialTokens, TextRules, find, is_text, require_package
 from functron.data.sampling import ARITHMETIC, ORDERS, RampUp, SampleOrder, parse_ramp_up
@@ -26,6 +27,7 @@ from functron.data.sampling import ARITHMETIC, ORDERS, RampUp, SampleOrder, pars
 _MIDDLE = Need(lambda data: data.fim_rate > 0, "filling in the middle", "set fim_rate")
 
 
+@shows_differences
 @dataclass(frozen=True)
 class DataConfig:
     """The samples of a run, and how many of them each step has.

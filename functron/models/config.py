@@ -16,6 +16,7 @@ import torch
 from functron import nn
 from functron.core.errors import Problem, nearest, on_hub, raise_problems
 from functron.core.settings import Need, Needs, choice_problems, needs_under, setting
+from functron.core.tables import shows_differences
 from functron.nn.mla import MLAConfig, latent_problems
 from functron.nn.moe import MOE_NEEDS, ExpertActivation, MoEConfig
 
@@ -77,6 +78,9 @@ class Named(Mapping[str, Config]):
 
     configs: Mapping[str, Config]
 
+    def __repr__(self) -> str:
+        return f"<{len(self.configs)} configs: {', '.join(self.configs)}>"
+
     def __getitem__(self, name: str) -> Config:
         if name not in self.configs:
             fix = on_hub(name).replace(
@@ -97,6 +101,7 @@ class Named(Mapping[str, Config]):
         return len(self.configs)
 
 
+@shows_differences
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
     """The options that all text models have.
@@ -126,6 +131,7 @@ class TextConfig:
         return getattr(torch, self.dtype)
 
 
+@shows_differences
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(MLAConfig, TextConfig):
     """Architecture of a decoder: the options of its attention, and those of all else.

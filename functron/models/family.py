@@ -135,6 +135,9 @@ class Family:
     iterate_logits: Callable[..., Any] | None = None
     respond: Callable[..., Tensor] | None = None
 
+    def __repr__(self) -> str:
+        return f"<Family {self.name}: {self.title}>"
+
     def has_details(self, config: Config) -> bool:
         """Whether the loss of `config` has several terms: those of `gpt.loss_and_details`."""
         return isinstance(config, GPTConfig) and config.has_details

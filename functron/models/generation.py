@@ -348,6 +348,11 @@ def generate(
     kept keys is given, the last `max_seq` tokens are read again for every new one. A model with a
     state of fixed size, such as Mamba-2, reads token by token, and takes as long for each.
 
+    >>> config = gpt.GPTConfig(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16)
+    >>> params = ft.init_params(ft.random.key(0), gpt.defs(config))
+    >>> ft.generate(params, config, torch.tensor([[1, 2, 3]]), 4, temperature=0).shape
+    torch.Size([1, 7])
+
     Args:
         params: the parameters of `gpt.defs(config)`, or of the `defs` of another family, as `mesh`
             splits them; or what `logits` takes.

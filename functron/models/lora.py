@@ -28,6 +28,7 @@ import torch
 from functron.core import tree
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.settings import Need, setting
+from functron.core.tables import shows_differences
 from functron.nn import Adapter
 from functron.spmd.params import Constant, Normal, ParamDef, Width, zeros
 
@@ -88,6 +89,7 @@ class LoRA:
 _ADDITIONS = Need(lambda lora: lora.rank > 0, "low-rank additions (LoRA)", "set lora_rank")
 
 
+@shows_differences
 @dataclass(frozen=True)
 class LoRAConfig:
     """The low-rank additions that a run trains in place of all parameters, if any.

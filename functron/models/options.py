@@ -25,6 +25,7 @@ from functron import nn
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.settings import choice_problems
+from functron.core.tables import shows_differences
 from functron.core.typing import Int, Tensor
 from functron.models.config import GPTConfig
 from functron.nn.context import (
@@ -54,6 +55,7 @@ SAMPLE_AXES = (*DATA_AXES, *CONTEXT_AXES)
 """The axes over which losses are summed: those that split the batch, by samples and by tokens."""
 
 
+@shows_differences
 @dataclass(frozen=True)
 class Context:
     """How attention reaches across the ranks that split sequences, ``cp`` and ``ulysses``.
@@ -288,6 +290,11 @@ HOOKS = ("attention", "router", "mlp", "norm", "block")
 class Hook:
     """A function for `ModelOptions`, with parameters of its own or a form for generation.
 
+    >>> def twice(x, config, name):
+    ...     return 2 * x
+    >>> ft.ModelOptions(norm=ft.Hook(twice, defs=lambda config: {})).norm.apply is twice
+    True
+
     Attributes:
         apply: the function, as `ModelOptions` describes it.
         defs: ``(config) -> defs``, the parameters of one layer: of "mlp", "norm", "router" and
@@ -315,12 +322,18 @@ class Hook:
         raise_problems("not a hook", found, TypeError)
 
 
+@shows_differences
 @dataclass(frozen=True, eq=False)
 class ModelOptions:
     """How a model is run; ``ModelOptions()`` is for one device, and any mesh without fsdp.
 
     >>> options = ft.ModelOptions(stream=gpt.SEQUENCE_PARALLEL_STREAM, remat="selective")
-    >>> gpt.loss(config, params, batch, options, key=key)
+    >>> config = gpt.GPTConfig(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16)
+    >>> params = ft.init_params(ft.random.key(0), gpt.defs(config))
+    >>> tokens = torch.ones(2, 8, dtype=torch.int64)
+    >>> batch = {"tokens": tokens, "targets": tokens, "rows": torch.arange(2)}
+    >>> gpt.loss(config, params, batch, options).shape
+    torch.Size([])
 
     **Hooks** are plain functions, or a `Hook` where they have parameters of their own: then pass
     the same options to `gpt.defs` and `gpt.uses`. They see this rank's part of everything, as

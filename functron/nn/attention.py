@@ -17,6 +17,7 @@ import torch
 
 from functron.core.errors import raise_problems
 from functron.core.settings import choice_problems
+from functron.core.tables import shows_differences
 from functron.core.typing import Float, Int, Tensor
 from functron.nn.layers import (
     MATMUL,
@@ -47,6 +48,7 @@ _SEQ, _HEADS = 1, 2
 _SEVERAL = 3  # dims of positions, where a token has several
 
 
+@shows_differences
 @dataclass(frozen=True)
 class RopeScaling:
     """Stretching of rotary wavelengths, for sequences longer than those of pretraining.
@@ -200,6 +202,7 @@ def apply_rope(
     return rotate_pairs(x, *table, interleaved=interleaved)
 
 
+@shows_differences
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Shapes and options of self-attention.

@@ -25,6 +25,7 @@ import torch
 from torch.nn import functional as F
 
 from functron.core import compat, random
+from functron.core.tables import shows_differences
 from functron.core.typing import Float, Int, Key, Tensor
 from functron.ops.cross_entropy import check_ids
 from functron.ops.glu import glu, glu_linear, halves
@@ -75,6 +76,7 @@ def _multiply_grouped(x: Tensor, w: Tensor, sizes: Tensor, *zeros: bool, **where
     return grouped_matmul(x, w, sizes, *zeros)
 
 
+@shows_differences
 class Matmul(NamedTuple):
     """The functions that compute the products of linear layers, in the place of torch's.
 

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron.core.errors import Problem, raise_problems
+from functron.core.tables import shows_differences
 from functron.core.typing import Bool, Float, Tensor
 from functron.nn.attention import (
     AttentionConfig,
@@ -59,6 +60,7 @@ Linear = Callable[[str, Tensor], Tensor]
 """A linear layer of the parameters, by name, and its input."""
 
 
+@shows_differences
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig(AttentionConfig):
     """Shapes and options of multi-head latent attention.

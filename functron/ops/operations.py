@@ -28,6 +28,7 @@ import torch
 from functron.core import compat, tree
 from functron.core.compat import Function, leading
 from functron.core.errors import nearest
+from functron.core.tables import shows_differences
 from functron.core.typing import Tensor
 from functron.ops.launch import NO_DEFINES, KernelArgument, cuda, usable
 from functron.program.recorder import keeper
@@ -433,6 +434,7 @@ registered operation, which on the CPU computes its reference, and on CUDA raise
 kernel."""
 
 
+@shows_differences
 @dataclass(frozen=True)
 class Kernels:
     """A choice of implementations, passed to functions that compute with ops; `use` makes it.

@@ -250,6 +250,7 @@ def in_one_pass(
         known = norm.known_of(grads) if isinstance(norm, Norm) else norm
         return own, extra | ({"norm": Norm.taken(known, own)} if known is not None else {})
 
+    @functools.wraps(composed.update)
     def update(updates, state, params=None, **extra):
         updates, extra = wide(updates, extra)
         return composed.update(updates, state, params, **extra)
@@ -274,10 +275,8 @@ def in_one_pass(
         if rounds:
             rounding = kernel_roundings(around.key, mine, defs, seen)
         rate, count = rate_and_count(rule.learning_rate, schedule)
-        cannot = _is_batched(adam.count, rate, factor) or _is_differentiated(
-            _columns(grads, adam, mine)
-        )
-        if cannot or (rounds and rounding is None):
+        cannot = _is_differentiated(_columns(grads, adam, mine)) or (rounds and rounding is None)
+        if cannot or _is_batched(adam.count, rate, factor):
             return by_parts(grads, state, params, extra)
         decays = [rule.weight_decay if flag else 0.0 for flag in mask_leaves(rule.mask, mine)]
         steps, *later = incremented([adam.count] if count is None else [adam.count, count])

@@ -43,6 +43,7 @@ from functron.core.errors import (
     refuse,
 )
 from functron.core.settings import Need, Needs, find_unknown, section, setting
+from functron.core.tables import shows_differences
 from functron.ops.operations import AUTO, Kernels
 from functron.optim import schedules
 from functron.optim.adam import AdamwRule, MomentDtype, adam, adamw, in_one_pass
@@ -87,6 +88,7 @@ from functron.spmd.params import Width
 from functron.spmd.spec import P
 
 
+@shows_differences
 @dataclass(frozen=True)
 class ScheduleConfig:
     """A learning-rate schedule; see `functron.optim.schedules`.
@@ -144,6 +146,7 @@ StateDtype = Literal["", "float32", "bfloat16"]
 Increase = Literal["constant", "linear", "cosine"]
 
 
+@shows_differences
 @dataclass(frozen=True)
 class MuonConfig:
     """Options of Muon alone; see `functron.optim.muon`.
@@ -165,6 +168,7 @@ class MuonConfig:
     dtype: StateDtype = setting("bfloat16", box="precision")
 
 
+@shows_differences
 @dataclass(frozen=True)
 class AdafactorConfig:
     """Options of Adafactor alone; see `functron.optim.compact`.
@@ -186,6 +190,7 @@ class AdafactorConfig:
     min_dim: int = 128
 
 
+@shows_differences
 @dataclass(frozen=True)
 class SoapConfig:
     """Options of SOAP alone; see `functron.optim.soap`.
@@ -203,6 +208,7 @@ class SoapConfig:
     distributed: bool = True
 
 
+@shows_differences
 @dataclass(frozen=True)
 class OptimizerConfig:
     """An optimizer and what is chained around it.

@@ -17,6 +17,7 @@ import torch
 
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.core.tables import shows_differences
 from functron.optim.low_precision import is_low
 from functron.optim.norms import find_norm
 from functron.optim.schedules import advance_schedules, new_count
@@ -112,6 +113,7 @@ def apply_if_finite(
     return _step_where(judge, inner, first, specs)
 
 
+@shows_differences
 @dataclass(frozen=True)
 class LossScale:
     """The factor of the loss, and how it changes; the rules and defaults are Megatron-LM's.

@@ -16,6 +16,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CellType, FunctionType
 from typing import Any, NamedTuple, ParamSpec, cast
 
 import torch
@@ -138,6 +139,9 @@ class GradientTransformation(_Functions):
             answers.unfit.append((self, specs))
         found = None if make is None else make(specs, copies)
         return self if found is None else found
+
+    def __repr__(self) -> str:
+        return "\n".join(_describe(self))
 
 
 _BIND = GradientTransformation._fields.index("bind")
@@ -311,6 +315,71 @@ def _name_maker(optimizer: GradientTransformation) -> str:
     code = getattr(fn, "__code__", None)
     name = getattr(fn, "__qualname__", type(fn).__name__).split(".<locals>")[0]
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _describe(optimizer: GradientTransformation) -> list[str]:
+    """The call that made a transformation, as far as its `update` tells, in lines.
+
+    Arguments are those that the function closes over: numbers that differ from their defaults, and
+    the transformations that it is made of.
+    """
+    name, found = _find_call(optimizer.update)
+    parts: dict[int, tuple[str, GradientTransformation]] = {}
+    for value in found.values():
+        labelled = isinstance(value, Mapping)
+        whole = isinstance(value, GradientTransformation) or not isinstance(value, tuple | list)
+        for key, each in value.items() if labelled else enumerate([value] if whole else value):
+            if isinstance(each, GradientTransformation) and (labelled or id(each) not in parts):
+                parts[id(each)] = f"{key}: " if labelled else "", each
+    if not parts:
+        return [_call_text(name, found)]
+    call = _call_text(name, found).removesuffix(")")
+    lines = [call if call.endswith("(") else f"{call},"]
+    for label, part in parts.values():
+        first, *rest = _describe(part)
+        lines += [f"    {label}{first}", *(f"    {line}" for line in rest)]
+        lines[-1] += ","
+    return [*lines, ")"]
+
+
+def _find_call(fn: Any) -> tuple[str, dict[str, Any]]:
+    """The name of the function that made this one, and the values that it closes over by name."""
+    fn = inspect.unwrap(fn)
+    fn = fn.func if isinstance(fn, functools.partial) else fn
+    name = getattr(fn, "__qualname__", type(fn).__name__).partition(".<locals>")[0]
+    if isinstance(owner := getattr(fn, "__self__", None), tuple):  # a method of a named tuple
+        return type(owner).__name__.lstrip("_"), {**cast(Any, owner)._asdict(), "": type(owner)}
+    names, found = getattr(getattr(fn, "__code__", None), "co_freevars", ()), {}
+    for key, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=True):
+        value = found[key] = _contents(cell)
+        if key in _AUTHORS and callable(value):
+            other, more = _find_call(value)
+            found, name = more | found, other if name.startswith("_") or key == "fn" else name
+    return name.lstrip("_"), found | {"": getattr(fn, "__globals__", {}).get(name.lstrip("_"))}
+
+
+def _call_text(name: str, found: dict[str, Any]) -> str:
+    """``scale_by_adam(b2=0.95)``, of what `_find_call` found."""
+    maker, shown = found.get(""), []
+    known = inspect.signature(maker).parameters if isinstance(maker, FunctionType | type) else {}
+    for key, value in found.items():
+        if callable(value) and key in ("learning_rate", "schedule", "step_size"):
+            numbers = (x for x in _find_call(value)[1].items() if isinstance(x[1], int | float))
+            shown.append(f"schedule({', '.join(f'{name}={number}' for name, number in numbers)})")
+        elif isinstance(value, int | float | str | torch.dtype) and key in known:
+            shown += [f"{key}={value}"] if value != known[key].default else []
+    return f"{name}({', '.join(shown)})"
+
+
+_AUTHORS = ("fn", "judge", "labels_of", "run", "split")
+"""Names of functions that a maker is given, which close over what its caller was given."""
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
 
 
 Bind = Callable[..., GradientTransformation]

@@ -353,6 +353,12 @@ def constrain(x: tree.Tree, spec: P) -> tree.Tree:
 
     The cotangent is left where it comes. Outside of `partition` it is x itself.
 
+    >>> def two_layers(up, down, x):
+    ...     return ft.constrain(x @ up, P(None, "tp")) @ down
+    >>> f = ft.partition(two_layers, ft.Mesh(tp=2), (P(None, "tp"), P("tp"), P()), P())
+    >>> f(torch.ones(2, 4), torch.ones(4, 1), torch.ones(1, 2))
+    tensor([[8.]])
+
     Args:
         x: a tree of tensors, in global view, all with this spec.
 

@@ -44,6 +44,10 @@ def from_module(
     `functron.partition` may constrain what it returns: with
     ``constraints={r"layers.\d+$": P("dp", "tp")}`` the residual stream is split along the sequence.
 
+    >>> f, params = ft.from_module(torch.nn.Linear(3, 2))
+    >>> [*params], f(params, torch.zeros(5, 3)).shape
+    (['weight', 'bias'], torch.Size([5, 2]))
+
     Args:
         train: run it in training mode: dropout is on, and draws from ``fn(..., key=key)``.
         buffers: `fn` takes the module's buffers by name after the parameters, and returns

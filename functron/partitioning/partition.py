@@ -111,6 +111,10 @@ def partition(
     that it closes over are constants. Arguments count as contiguous tensors, so that ``as_strided``
     of one means the same on every mesh.
 
+    >>> f = ft.partition(lambda w, x: x @ w, ft.Mesh(tp=2), (P("tp"), P(None, "tp")), P())
+    >>> f(torch.ones(4, 1), torch.ones(1, 4))
+    tensor([[4.]])
+
     Args:
         fn: a function of whole values, without collectives; positional arguments only. `constrain`
             in it says where a value must lie. It may call `functron.value_and_grad`, `grad`,

@@ -31,8 +31,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from functron.core.chart import table
+from functron.core.chart import Gantt
 from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.tables import table
 from functron.pipeline import timeline
 from functron.pipeline.partition import Pipe
 from functron.pipeline.timeline import (
@@ -342,9 +343,13 @@ class Schedule:
 
     def svg(self) -> str:
         """A Gantt chart of the ticks as an SVG picture, a colour per kind, a shade per chunk."""
+        return self.bars().svg()
+
+    def bars(self) -> Gantt:
+        """The chart of the ticks as data."""
         title = f"{self.name}: {self.num_ranks} ranks, {self.num_microbatches} microbatches, "
         title += f"{self.num_ticks} ticks"
-        return timeline.svg(timeline.tick_bars(self.table), self.num_ranks, title)
+        return timeline.gantt(timeline.tick_bars(self.table), self.num_ranks, title)
 
     def __repr__(self) -> str:
         counts = f"{self.num_ranks} ranks, {self.num_stages} stages"

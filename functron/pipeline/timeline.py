@@ -223,7 +223,11 @@ class Timeline:
         Args:
             width: in pixels; None: such that most bars have room for their microbatch.
         """
-        return svg(self._bars(), self.num_ranks, self._title(), width)
+        return self.bars().svg(width)
+
+    def bars(self) -> chart.Gantt:
+        """The chart as data: a row per rank, a colour per kind, a shade per chunk."""
+        return gantt(self._bars(), self.num_ranks, self._title())
 
     def __str__(self) -> str:
         return f"{self._title()}\n{self.gantt()}"
@@ -312,11 +316,8 @@ def _labels(bar: ActionBar) -> list[str]:
     return [whole, whole.replace("+", ""), _label(first)[1:], str(first.microbatch)]
 
 
-def svg(bars: Sequence[ActionBar], num_ranks: int, title: str, width: float | None = None) -> str:
-    """A row per rank, a colour per kind, darker for higher chunks; on white, for any page.
-
-    The width is in pixels; None: such that most bars have room for their labels.
-    """
+def gantt(bars: Sequence[ActionBar], num_ranks: int, title: str) -> chart.Gantt:
+    """A row per rank, a colour per kind, darker for higher chunks."""
     chunks = 1 + max((a.chunk for bar in bars for a in bar.actions), default=0)
     boxes = [
         chart.SvgBar(
@@ -327,7 +328,7 @@ def svg(bars: Sequence[ActionBar], num_ranks: int, title: str, width: float | No
         for bar in bars
         for index, action in enumerate(bar.actions)
     ]  # fmt: skip
-    return chart.gantt_svg(boxes, _ranks(num_ranks), title, _legend(bars, chunks), width)
+    return chart.Gantt(boxes, _ranks(num_ranks), title, _legend(bars, chunks))
 
 
 def _light(chunk: int, chunks: int) -> float:

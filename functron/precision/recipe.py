@@ -45,6 +45,7 @@ import torch
 
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.settings import choice_problems, setting
+from functron.core.tables import shows_differences
 from functron.ops.quantise import WIDTH, QuantisedFormat, undivided
 from functron.ops.scaled_matmul import why_not
 
@@ -454,6 +455,7 @@ Precision = Literal[
 ]  # fmt: skip
 
 
+@shows_differences
 @dataclass(frozen=True)
 class PrecisionConfig:
     """The dtypes of computation, sums and storage.

@@ -33,8 +33,8 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from functron.core.chart import align_columns, bytes_text, count_text
 from functron.core.scopes import Phase
+from functron.core.tables import align_columns, bytes_text, count_text, html_table
 from functron.program.equations import Code, Equation, Scan, Var
 from functron.program.text import axis_of, dtype_text, payload_bytes, short_line
 
@@ -112,7 +112,7 @@ class Traffic:
     sent_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cost:
     """The work of one rank in one run of a program; `cost` makes it.
 
@@ -185,6 +185,8 @@ class Cost:
         if self.collectives:
             lines += ["", *(f"  {x}" for x in align_columns(self.collective_rows()))]
         return "\n".join(lines)
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         tables = html_table(self.rows())
@@ -339,18 +341,6 @@ def equation_bytes(equation: Equation) -> int:
 def _touched_bytes(var: Var) -> int:
     sizes = zip(var.shape, var.stride, strict=True)
     return prod(size if stride or not size else 1 for size, stride in sizes) * var.dtype.itemsize
-
-
-# --- text
-
-
-def html_table(rows: list[list[str]], *, heading: bool = False) -> str:
-    """Rows of text as an HTML table, the first one bold if it is a heading."""
-    parts = []
-    for index, row in enumerate(rows):
-        tag = "th" if heading and index == 0 else "td"
-        parts.append("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row))
-    return "<table>" + "".join(f"<tr>{part}</tr>" for part in parts) + "</table>"
 
 
 # --- rates of devices

@@ -32,8 +32,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from functron.core.chart import align_columns, area_chart, bytes_text
-from functron.program.cost import html_table
+from functron.core.tables import align_columns, bytes_text, html_table
 from functron.program.equations import Block, Code, Equation, Scan, Var, Where
 from functron.program.text import COLLECTIVES, short_line
 
@@ -647,7 +646,7 @@ def _find_sum_place(equation: Equation, outline: Lifetimes, environment, index: 
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProgramMemory:
     """The memory of one rank in one run of a program; `memory` makes it.
 
@@ -694,25 +693,12 @@ class ProgramMemory:
         lines.append(f"  at {self._place()}")
         return "\n".join([*lines, "", *(f"  {row}" for row in align_columns(self.rows()))])
 
-    def svg(self) -> str:
-        """The timeline as stacked areas, one colour per category, as an SVG document."""
-        shown = [k for k in range(len(CATEGORIES)) if any(m.live[k] for m in self.timeline)]
-        top = max((moment.total for moment in self.timeline), default=0)
-        scale, unit = next((pair for pair in _UNITS if top >= pair[0]), _UNITS[-1])
-        return area_chart(
-            [[moment.live[k] / scale for k in shown] for moment in self.timeline],
-            {CATEGORIES[k]: _COLOURS[CATEGORIES[k]] for k in shown},
-            title=f"memory of {self.name}: peak {bytes_text(self.peak_bytes)} at {self._place()}",
-            x_label="equations, in the order in which they run",
-            y_label=f"live ({unit})",
-        )
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         title = f"memory of {self.name}, per rank: peak {bytes_text(self.peak_bytes)}"
         table = html_table(self.rows(), heading=True)
-        return (
-            f"<div><b>{escape(title)}</b><p>at {escape(self._place())}</p>{table}{self.svg()}</div>"
-        )
+        return f"<div><b>{escape(title)}</b><p>at {escape(self._place())}</p>{table}</div>"
 
 
 def memory(program: Code) -> ProgramMemory:
@@ -765,16 +751,3 @@ def _match_donations(program: Code) -> dict[Var, Var]:
         if isinstance(new, Var) and old and (new.shape, new.dtype) == (old.shape, old.dtype):
             found[new] = old
     return found
-
-
-_COLOURS = MappingProxyType(
-    {
-        "parameters": "#08519c",
-        "optimizer": "#6baed6",
-        "gradients": "#e6550d",
-        "activations": "#31a354",
-        "workspace": "#bdbdbd",
-        "inputs": "#756bb1",
-    }
-)
-_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from functron.core import tree
-from functron.core.chart import align_columns, pad_cells
+from functron.core.tables import align_columns, pad_cells
 from functron.program.equations import (
     Block,
     Code,

@@ -29,8 +29,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from functron.core import chart
-from functron.core.chart import align_columns
-from functron.program.cost import equation_bytes, equation_flops, html_table, sent_bytes
+from functron.core.tables import align_columns, html_table
+from functron.program.cost import equation_bytes, equation_flops, sent_bytes
 from functron.program.equations import Block, Code, Equation, Scan
 from functron.program.overlap import (
     arrange_block,
@@ -148,6 +148,10 @@ class ProgramTimeline:
 
     def svg(self) -> str:
         """A Gantt chart as an SVG picture, exposed communication darker."""
+        return self.bars().svg()
+
+    def bars(self) -> chart.Gantt:
+        """The chart as data."""
         place = {stream: row for row, stream in enumerate(self.streams)}
         boxes = [
             chart.SvgBar(
@@ -158,7 +162,7 @@ class ProgramTimeline:
             for what, stream, start, end, axis, exposed in self.rows
         ]  # fmt: skip
         legend = list(zip(("computed", "hidden", "exposed"), _COLOURS, strict=True))
-        return chart.gantt_svg(boxes, self.streams, self._title(), legend)
+        return chart.Gantt(boxes, self.streams, self._title(), legend)
 
     def table(self) -> list[list[str]]:
         """The streams as a table of text, headings first."""

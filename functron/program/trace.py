@@ -31,12 +31,16 @@ from functron.spmd.shard_map import MappedFunction
 from functron.spmd.spec import P, is_spec, local_shape, problems, spec_axes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Program(Code):
     """One rank's program; made by `trace`, compiled by `functron.compiler.compile`.
 
     Called with global arguments it runs on every rank of its mesh, in this process, uncompiled:
     `functron.program.interpreter.run_in_lockstep`. Attributes are those of `Code`.
+
+    >>> program = ft.trace(lambda x: x + 1)(torch.zeros(3))
+    >>> program(torch.ones(3))
+    tensor([2., 2., 2.])
     """
 
     __call__ = public(run_in_lockstep)
@@ -48,6 +52,9 @@ class Program(Code):
 
     def __str__(self) -> str:
         return text.format(self)
+
+    def __repr__(self) -> str:
+        return f"<{text.header(self)}>"
 
     @public
     def diff(
@@ -91,6 +98,10 @@ def trace(
 
     Where layers are scanned, the graph and the time to trace it do not grow with depth (under
     torch.func transforms inside the program, scans are unrolled).
+
+    >>> total = ft.shard_map(lambda x: lax.psum(x, "dp"), ft.Mesh(dp=2), P("dp"), P())
+    >>> ft.trace(total)(torch.ones(4))
+    <program <lambda> on Mesh(dp=2): 1 equations>
 
     Args:
         fn: what `shard_map` returned, or a function that calls such; positional arguments only.
@@ -317,6 +328,9 @@ def eval_shape(fn: Callable) -> Callable[..., tree.Tree]:
 
     ``eval_shape(lambda key: ft.init_params(key, defs))(ft.random.key(0))`` describes parameters of
     any size without memory for them.
+
+    >>> ft.eval_shape(lambda x: x @ x.mT)(torch.zeros(2, 3)).shape
+    torch.Size([2, 2])
 
     Raises:
         ValueError: as `functron.trace`: shapes must not depend on the numbers in tensors, random

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from functron.core import compat
 from functron.core.errors import Problem, load_plugin, nearest, public, raise_problems, refuse
+from functron.core.tables import Table
 from functron.spmd.flight import EVERYWHERE, DisagreementError, FlightRecorder, RecordedGroup
 from functron.spmd.shared_memory import HostGroups
 
@@ -60,14 +62,52 @@ class NamedAxes:
         """The size of axis `name`; 1 where this mesh has no such axis."""
         return self.shape.get(name, 1)
 
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.mesh.axes)})"
 
-@dataclass(frozen=True, init=False)
+    def _table(self) -> Table:
+        """The ranks in a grid, the last axis across; of many the first and the last."""
+        *down, (name, across) = self.mesh.axes or (("", 1),)
+        places = [*itertools.product(*(range(size) for _, size in down))]
+        columns, rows = _some(range(across), 8), _some(range(len(places)), 12)
+        grid = [["", *(_at([(name, k)]) for k in columns)]]
+        for row in rows:
+            if row is None:
+                grid.append(["", *["..."] * len(columns)])
+                continue
+            label = _at(zip((n for n, _ in down), places[row], strict=True))
+            cells = ("..." if k is None else f"{row * across + k}" for k in columns)
+            grid.append([label, *cells])
+        ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        return Table(f"{self!r}, {ranks}", grid, folded=grid)
+
+    def _repr_html_(self) -> str:
+        return self._table()._repr_html_()
+
+
+def _at(place: Iterable[tuple[str, int | None]]) -> str:
+    """``dp=0, tp=1``; "" for a place that is left out."""
+    return ", ".join(f"{name}={k}" for name, k in place if name and k is not None)
+
+
+def _some(places: range, most: int) -> list[int | None]:
+    """These places, or of more than so many the first and the last, with None between them."""
+    if len(places) <= most:
+        return [*places]
+    return [*places[: most - 2], None, places[-1]]
+
+
+@dataclass(frozen=True, init=False, repr=False)
 class Mesh(NamedAxes):
     """Names of axes and their sizes: ``Mesh(dp=2, tp=4)`` has 8 ranks.
 
     Ranks are ordered row-major over the axes as given, the last axis fastest. A mesh is only a
     description: programs mapped over it are simulated in this process until `bind` ties it to
     process groups.
+
+    >>> mesh = ft.Mesh(dp=2, tp=4)
+    >>> mesh, mesh.size, mesh["pp"]
+    (Mesh(dp=2, tp=4), 8, 1)
 
     Raises:
         ValueError: a size is not a positive integer.
@@ -271,7 +311,7 @@ class Membership:
         return {name for links in self.links.values() for name in links.values()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BoundMesh(NamedAxes):
     """A mesh whose ranks are processes; made by `Mesh.bind`.
 
@@ -292,6 +332,10 @@ class BoundMesh(NamedAxes):
     device_type: str
     recorder: FlightRecorder | None = field(default=None, compare=False, repr=False)
     membership: Membership = field(default_factory=Membership, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        place = _at(self.coordinate.items())
+        return f"<Bound{super().__repr__()}: rank {self.rank}, {place}, {self.device_type}>"
 
     @property
     def compiled_groups(self) -> dict[str, str]:

@@ -19,6 +19,7 @@ import torch
 from functron.core import random, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.random import Index
+from functron.core.tables import shows_differences
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P, Rules, is_spec, local_shape, offsets, validate
 
@@ -38,9 +39,13 @@ class Width(NamedTuple):
     outputs: float = 1.0
 
 
+@shows_differences
 @dataclass(frozen=True)
 class ParamDef:
     """One parameter: its global shape, the logical name of each dim, and how it starts.
+
+    >>> ft.ParamDef((8, 4), ("mlp", "embed"), ft.params.Normal(0.02))
+    ParamDef(shape=(8, 4), axes=('mlp', 'embed'), init=Normal(stddev=0.02))
 
     Attributes:
         axes: logical axis per dim (``"vocab"``, ``"embed"``, ``"heads"``, ``"mlp"``, ``"layers"``),
@@ -165,6 +170,10 @@ def stack(defs: tree.Tree, num_layers: int) -> tree.Tree:
 def param_specs(defs: tree.Tree, rules: Rules) -> tree.Tree:
     """The spec of every parameter under `rules`.
 
+    >>> defs = {"w": ft.ParamDef((8, 4), ("mlp", "embed"), ft.params.Normal(0.02))}
+    >>> ft.param_specs(defs, ft.Rules({"mlp": "tp"}))
+    {'w': P('tp', None)}
+
     Raises:
         ValueError: the rules split one parameter twice by the same mesh axis.
         TypeError: leaves that are no `ParamDef`.
@@ -190,7 +199,12 @@ def _check_defs(defs: tree.Tree) -> None:
 
 @public
 def abstract_params(defs: tree.Tree) -> tree.Tree:
-    """The parameters as meta tensors: shapes and dtypes without memory, also for 405B."""
+    """The parameters as meta tensors: shapes and dtypes without memory, also for 405B.
+
+    >>> defs = {"w": ft.ParamDef((8, 4), ("mlp", "embed"), ft.params.Normal(0.02))}
+    >>> ft.abstract_params(defs)["w"]
+    tensor(..., device='meta', size=(8, 4))
+    """
     return tree.map(lambda d: torch.empty(d.shape, dtype=d.dtype, device="meta"), defs)
 
 
@@ -211,7 +225,12 @@ def history_mask(defs: tree.Tree) -> tree.Tree:
 
 @public
 def num_params(defs: tree.Tree) -> int:
-    """The number of parameters."""
+    """The number of parameters.
+
+    >>> defs = {"w": ft.ParamDef((8, 4), ("mlp", "embed"), ft.params.Normal(0.02))}
+    >>> ft.num_params(defs)
+    32
+    """
     return sum(math.prod(d.shape) for d in tree.leaves(defs))
 
 
@@ -228,6 +247,10 @@ def init_params(
     change the others. On a bound mesh only this rank's shards are generated.
 
     `functron.init_state` of the same key has other ones: those of ``random.split(key)[0]``.
+
+    >>> defs = {"w": ft.ParamDef((8, 4), ("mlp", "embed"), ft.params.Normal(0.02))}
+    >>> ft.init_params(ft.random.key(0), defs)["w"].shape
+    torch.Size([8, 4])
 
     Args:
         key: a key of `functron.random`; values are made on its device.

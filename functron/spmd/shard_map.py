@@ -11,6 +11,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from functron.core import compat, tree
 from functron.core.closure import call_on_tape, find_orphans, find_tensors, hoist, refuse_holders
 from functron.core.errors import ORPHAN, Problem, dataclass_fix, nearest, public, raise_problems
+from functron.core.tables import Table, shows_table
 from functron.spmd import spec as sharding
 from functron.spmd.axes import (
     AxisNames,
@@ -133,6 +135,9 @@ def shard(value: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh) -> tree.Tr
     On a bound mesh, copies of this rank's shards; on a mesh that is simulated, the global values
     themselves.
 
+    >>> ft.shard({"w": torch.ones(4)}, P("tp"), ft.Mesh(tp=2))  # simulated
+    {'w': tensor([1., 1., 1., 1.])}
+
     Raises:
         ValueError: a leaf cannot be split as its spec says; all offenders are listed.
     """
@@ -154,6 +159,9 @@ def gather(value: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh) -> tree.T
     """The tree of global values, on every rank, from every rank's shards.
 
     One all-gather per sharded leaf and axis; on a mesh that is simulated, the values themselves.
+
+    >>> ft.gather({"w": torch.ones(4)}, P("tp"), ft.Mesh(tp=2))  # simulated
+    {'w': tensor([1., 1., 1., 1.])}
     """
     if not isinstance(mesh, BoundMesh):
         return value
@@ -192,6 +200,10 @@ def shard_map(
     mention, and that of an output is divided among them; tensors that `f` closes over count as
     replicated inputs. This is JAX's ``shard_map(check_vma=False)``.
 
+    >>> mean = ft.shard_map(lambda x: lax.pmean(x, "dp"), ft.Mesh(dp=2), P("dp"), P())
+    >>> mean(torch.tensor([1.0, 3.0]))
+    tensor([2.])
+
     Args:
         f: takes and returns trees of tensors; positional arguments only.
         in_specs: a prefix tree of specs for the tuple of arguments, or one spec for all of them. A
@@ -228,6 +240,14 @@ def shard_map(
     return MappedFunction(f, mesh, in_specs, out_specs, check, stages, donated, meant)
 
 
+def _summarise(specs: tree.Tree) -> str:
+    """Specs in a line: of many their number and the first kinds."""
+    found = [str(spec) for spec in tree.leaves(specs, is_spec)]
+    kinds = list(dict.fromkeys(found))
+    shown = ", ".join([*kinds[:3], *["..."] * (len(kinds) > 3)])
+    return shown if len(found) == 1 else f"{len(found)} specs: {shown}".removesuffix(": ")
+
+
 def check_spec_trees(
     in_specs: tree.Tree, out_specs: tree.Tree, mesh: Mesh | BoundMesh, stages: str | None
 ) -> None:
@@ -252,6 +272,7 @@ def check_spec_trees(
     raise_problems("shard_map cannot use these specs", problems)
 
 
+@shows_table
 class MappedFunction:
     """A function mapped by `shard_map`: binds arguments to specs, then simulates or runs.
 
@@ -500,6 +521,18 @@ class MappedFunction:
         code = getattr(self.f, "__code__", None)
         at = f" ({source_line(code.co_filename, code.co_firstlineno)})" if code else ""
         return f"{self.name}{at}"
+
+    def _table(self) -> Table:
+        one = is_spec(self.in_specs) or not isinstance(self.in_specs, (tuple, list))
+        given = [("arguments", self.in_specs)] if one else []
+        given += [] if one else [(f"argument {k}", specs) for k, specs in enumerate(self.in_specs)]
+        rows = [[name, _summarise(specs)] for name, specs in (*given, ("result", self.out_specs))]
+        notes = [f"donates {', '.join(map(str, self.donate))}"] if self.donate else []
+        notes += [f"stages over {self.stages}"] if self.stages else []
+        code = getattr(self.f, "__code__", None)
+        at = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+        title = f"shard_map({self.name}{at}) on {self.mesh!r}"
+        return Table(title, [["", "specs"], *rows], left=2, notes=notes)
 
     def _simulate(self, leaves: list, structure, specs: list) -> Any:
         mesh, key = self._mapped.mesh, _signature(structure, leaves)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from functron.core import compat, tree
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
+from functron.core.tables import Table
 from functron.spmd.axes import Axis, axis_index, axis_size, lookup
 from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
@@ -34,6 +35,10 @@ class P(tuple):
 
     `None` leaves a dim whole; several axes split it major to minor, as in JAX; dims beyond the
     spec are whole. ``P()`` is a fully replicated value.
+
+    >>> from functron.spmd import local_shape
+    >>> local_shape((8, 6), P("dp", "tp"), ft.Mesh(dp=2, tp=3))
+    (4, 2)
     """
 
     __slots__ = ()
@@ -207,6 +212,9 @@ class Rules(Mapping[str, SpecEntry]):
 
     ``Rules({"heads": "tp", "mlp": "tp", "vocab": "tp"})`` is Megatron's tensor parallelism.
     Logical axes that are not listed stay whole.
+
+    >>> ft.Rules({"mlp": "tp"}).spec(("embed", "mlp"))
+    P(None, 'tp')
     """
 
     def __init__(self, rules: Mapping[str, SpecEntry]):
@@ -226,6 +234,13 @@ class Rules(Mapping[str, SpecEntry]):
 
     def __repr__(self) -> str:
         return f"Rules({self._rules})"
+
+    def _table(self) -> Table:
+        rows = [[name, f"{rule}" if rule else "-"] for name, rule in self._rules.items()]
+        return Table("Rules", [["logical axis", "mesh axes"], *rows], left=2)
+
+    def _repr_html_(self) -> str:
+        return self._table()._repr_html_()
 
     @public
     def spec(self, axes: Sequence[str | None], *, path: str = "value") -> P:

@@ -46,6 +46,7 @@ from functron.core.settings import (
     with_optional_sections,
     with_sections,
 )
+from functron.core.tables import shows_differences
 from functron.data.blend import is_blend
 from functron.data.sampling import Gaps
 from functron.data.text_files import DataConfig
@@ -82,6 +83,7 @@ _OWN_FORMATS = ("hf", "run")
 """The kinds of sources that are folders of models without an optimizer's state."""
 
 
+@shows_differences
 @dataclass(frozen=True)
 class ParallelismConfig:
     """The division of a model and its batches among the ranks of a mesh.
@@ -132,6 +134,7 @@ class ParallelismConfig:
         return tuple(filter(None, (axis.strip() for axis in self.expert_axes.split(","))))
 
 
+@shows_differences
 @dataclass(frozen=True)
 class ComputeConfig:
     """How steps are computed, which changes their time and memory, but not their result.
@@ -166,6 +169,7 @@ class ComputeConfig:
 _HELD_OUT = Need(lambda evaluation: evaluation.every > 0, "held-out sets", "set eval_every")
 
 
+@shows_differences
 @dataclass(frozen=True)
 class EvaluationConfig:
     """Evaluation on held-out data.
@@ -192,6 +196,7 @@ def _add_families(kind: type[C]) -> type[C]:
 
 
 @_add_families
+@shows_differences
 @dataclass(frozen=True)
 class TrainConfig:
     """The configuration of a training run: sections, which are defined beside what they configure.

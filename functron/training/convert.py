@@ -23,8 +23,8 @@ import torch
 
 from functron import checkpoint
 from functron.core import random, tree
-from functron.core.chart import bytes_text
 from functron.core.errors import Problem, local_path, nearest, raise_problems, refuse
+from functron.core.tables import bytes_text
 from functron.hub.reader import CONFIG, load, read_config, read_table
 from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
 from functron.models import gpt, lora

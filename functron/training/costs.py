@@ -14,16 +14,17 @@ import torch
 
 from functron import checkpoint, optim
 from functron.core import random, tree
-from functron.core.chart import align_columns, bytes_text, count_text, table
 from functron.core.errors import refuse
 from functron.core.settings import value_at
+from functron.core.tables import Table, align_columns, bytes_text, count_text
 from functron.pipeline.partition import Part
 from functron.pipeline.registry import NAMES
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.stage_backward import Stage, StageCall, trace_stage
 from functron.pipeline.timeline import Costs, Timeline
+from functron.program.debug import show
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
-from functron.spmd.params import ParamDef, abstract_params, num_params, param_specs
+from functron.spmd.params import ParamDef, abstract_params, param_specs
 from functron.spmd.spec import local_shape
 from functron.training.config import TrainConfig, configure
 from functron.training.setup import RunSetup, make_setup
@@ -374,17 +375,6 @@ def _options(config: TrainConfig, changed: TrainConfig) -> str:
     )
 
 
-def parameter_table(setup: RunSetup) -> str:
-    """The parameters of a model, with those of LoRA, and their shards on its mesh, as text."""
-    defs, specs, mesh = setup.whole_defs, setup.whole_specs, setup.plain_mesh
-    rows = [("path", "shape", "logical axes", "spec", "local shape", "parameters", "bytes")]
-    total_bytes = local_bytes = 0
-    for path, d, spec in zip(tree.paths(defs), tree.leaves(defs), tree.leaves(specs), strict=True):
-        count, local = math.prod(d.shape), local_shape(d.shape, spec, mesh)
-        total_bytes += count * d.dtype.itemsize
-        local_bytes += math.prod(local) * d.dtype.itemsize
-        axes = " ".join(name or "-" for name in d.axes)
-        size = f"{count * d.dtype.itemsize:,}"
-        rows.append((path, str(d.shape), axes, str(spec), str(local), f"{count:,}", size))
-    total = f"{num_params(defs):,} parameters, {total_bytes:,} bytes"
-    return f"{table(rows, left=5)}\n\n{total}; {local_bytes:,} bytes per rank"
+def parameter_table(setup: RunSetup) -> Table:
+    """The parameters of a model, with those of LoRA, and their shards on its mesh."""
+    return show(setup.whole_defs, setup.whole_specs, setup.plain_mesh)

@@ -26,6 +26,7 @@ import torch
 
 from functron.core import tree
 from functron.core.settings import setting
+from functron.core.tables import shows_differences
 from functron.program.cost import peak_memory_bytes
 from functron.training import records
 
@@ -36,6 +37,7 @@ Step = Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
 """``(state, batch) -> (state, metrics)``."""
 
 
+@shows_differences
 @dataclass(frozen=True)
 class WaitingConfig:
     """How processes wait for one another.
@@ -562,7 +564,10 @@ def record_to(
 
 
 def progress() -> LoopHook:
-    """A hook that shows a bar: loss, gradient norm, tokens per second, losses of held-out sets."""
+    """A hook that shows a bar: loss, gradient norm, tokens per second, MFU, time left.
+
+    Losses of held-out sets, too. It is updated in place, in a notebook in the cell that runs.
+    """
     return _Writer(lambda at: records.progress(at.steps, at.step))
 
 

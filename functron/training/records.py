@@ -20,11 +20,13 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from functron.core import chart
-from functron.core.chart import line_chart, table
+from functron.core.chart import line_chart
 from functron.core.errors import (
     Problem,
     find_plugin,
@@ -34,6 +36,7 @@ from functron.core.errors import (
     refuse,
 )
 from functron.core.settings import Need, setting
+from functron.core.tables import shows_differences, table
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -54,7 +57,12 @@ NAMINGS = "functron.record_names"
 of steps to number of samples) that return a `Naming`."""
 
 REDRAW_SECONDS = 10.0
-_SHOWN = (("loss", "loss", ".4f"), ("norm", "grad_norm", ".2f"), ("tokens/s", _RATE, ",.0f"))
+_SHOWN = (
+    ("loss", "loss", ".4f"),
+    ("norm", "grad_norm", ".2f"),
+    ("tokens/s", _RATE, ",.0f"),
+    ("MFU", "mfu", ".1%"),
+)
 
 
 _WRITER = Need(
@@ -64,6 +72,7 @@ _WRITER = Need(
 )
 
 
+@shows_differences
 @dataclass(frozen=True)
 class LoggingConfig:
     """Additional records and their destinations.
@@ -127,16 +136,45 @@ class LoggingConfig:
                 yield Problem("metrics", repr(name), "package.module:function", fix)
 
 
+def open_display() -> Callable[[Any], None] | None:
+    """A function that shows a thing in the notebook's cell that runs, in place of its last one.
+
+    It takes a dict of MIME types and contents. None outside of notebooks.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if getattr(shell, "kernel", None) is None:
+        return None
+    display = importlib.import_module("IPython.display").display
+    handle: Any = None
+
+    def show(content: Mapping[str, Any]) -> None:
+        nonlocal handle
+        if handle is None:
+            handle = display(dict(content), raw=True, display_id=True)
+        else:
+            handle.update(dict(content), raw=True)
+
+    return show
+
+
 @contextmanager
 def progress(steps: int, start: int = 0) -> Iterator[Callable[[Record], None]]:
-    """A progress bar on standard error: loss, gradient norm, tokens/s, losses of held-out sets."""
+    """A progress bar: loss, gradient norm, tokens/s, MFU, losses of held-out sets, time left.
+
+    It is in the cell that runs in a notebook, and else on standard error.
+    """
     from tqdm import tqdm
 
+    show = open_display()
     # into a file or a pipe, a line every ten seconds is enough
-    interval = 0.1 if sys.stderr.isatty() else REDRAW_SECONDS
+    interval = 0.1 if sys.stderr.isatty() or show else REDRAW_SECONDS
+    # in a notebook tqdm counts alone: what it prints goes nowhere
+    nowhere = SimpleNamespace(write=lambda text: None, flush=lambda: None)
+    stream: Any = sys.stderr if show is None else nowhere
     with tqdm(
-        total=steps, initial=start, unit="step", dynamic_ncols=True, mininterval=interval
-    ) as bar:
+        total=steps, initial=start, unit="step", dynamic_ncols=show is None, mininterval=interval,
+        file=stream,
+    ) as bar:  # fmt: skip
         held_out: dict[str, str] = {}
 
         def write(record: Record) -> None:
@@ -148,9 +186,25 @@ def progress(steps: int, start: int = 0) -> Iterator[Callable[[Record], None]]:
             sets = record.get(EVAL, {}).items()
             held_out.update({name: f"{numbers['loss']:.4f}" for name, numbers in sets})
             bar.set_postfix(text | held_out, refresh=False)
-            bar.update()
+            if bar.update() and show is not None:
+                show(_draw_bar(bar))
 
-        yield write
+        try:
+            yield write
+        finally:
+            if show is not None:
+                show(_draw_bar(bar))
+
+
+_BAR = "{n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+
+
+def _draw_bar(bar: Any) -> dict[str, str]:
+    """A progress bar of tqdm for a notebook."""
+    about = bar.format_dict
+    line = bar.format_meter(**{**about, "ncols": None, "bar_format": _BAR})
+    page = f'<progress value="{about["n"]}" max="{about["total"]}"></progress> {escape(line)}'
+    return {"text/plain": line, "text/html": page}
 
 
 @contextmanager

@@ -20,8 +20,10 @@ from functron.compiler.jit import jit
 from functron.core import compat, random, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.scopes import named_scope
+from functron.core.tables import Table, shows_table
 from functron.ops import AUTO, Kernels
 from functron.optim.transformation import purely, refuse_parts
+from functron.program.debug import tree_table
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd.axes import AxisNames, section
 from functron.spmd.mesh import JointCall
@@ -35,8 +37,17 @@ SAMPLES = P(DATA_AXES)
 """The spec of a batch that is split by its samples alone."""
 
 
+@shows_table
 class State(NamedTuple):
     """Everything a step reads and replaces.
+
+    >>> ft.State(torch.tensor(0), {"w": torch.zeros(2, 3)}, (), ft.random.key(0))
+    State
+    path      shape   dtype    numbers  bytes
+    step      ()      int64          1      8
+    params/w  (2, 3)  float32        6     24
+    key       (2,)    int64          2     16
+    3 tensors, 9 numbers, 48 bytes
 
     Attributes:
         step: int64 scalar, the number of steps taken.
@@ -50,10 +61,17 @@ class State(NamedTuple):
     opt_state: tree.Tree
     key: Any
 
+    def _table(self) -> Table:
+        return tree_table(self, title="State")
+
 
 @public
 def state_specs(specs: tree.Tree, optimizer: optim.GradientTransformation) -> State:
-    """The specs of a `State` whose parameters have these specs."""
+    """The specs of a `State` whose parameters have these specs.
+
+    >>> ft.state_specs({"w": P("tp")}, optim.sgd(0.1, momentum=0.9)).opt_state
+    (TraceState(trace={'w': P('tp')}), ())
+    """
     return State(P(), specs, optimizer.bind(specs).specs(specs), P())
 
 
@@ -72,6 +90,12 @@ def init_state(
 
     The key is split: parameters are ``init_params(random.split(key)[0], defs)``, and the second
     half is the key of the steps.
+
+    >>> defs = {"w": ft.ParamDef((8, 4), ("mlp", "embed"), ft.params.Normal(0.02))}
+    >>> mesh, optimizer = ft.Mesh(dp=2), optim.sgd(0.1)
+    >>> state = ft.init_state(ft.random.key(0), defs, {"w": P()}, optimizer, mesh)
+    >>> state.params["w"].shape
+    torch.Size([8, 4])
 
     Args:
         key: a key of `functron.random`; the state lives on its device.
@@ -179,7 +203,13 @@ class _NormMetric(NamedTuple):
 
 @public
 def grad_norm(seen: Seen) -> Mapping[str, Any]:
-    """``grad_norm``, the 2-norm of all gradients together, before clipping: `optim.global_norm`."""
+    """``grad_norm``, the 2-norm of all gradients together, before clipping: `optim.global_norm`.
+
+    >>> from functron.training.step import Seen
+    >>> grads = torch.tensor([3.0, 4.0])
+    >>> ft.grad_norm(Seen(state=None, grads=grads, specs=P(), grad_specs=P()))["grad_norm"].value
+    tensor(5.)
+    """
     return grad_norm_of()(seen)
 
 
@@ -302,6 +332,18 @@ def make_step(
     ``vmap(step)`` of stacked states and batches trains an ensemble. On a bound mesh state and batch
     are this rank's shards, on a simulated one global values. From the first call on the C library
     keeps up to 2 GiB of memory that this process frees.
+
+    >>> mesh, optimizer, specs = ft.Mesh(dp=2), optim.sgd(0.5), {"w": P()}
+    >>> def loss(params, batch, key):
+    ...     return lax.psum((params["w"] - batch).square().sum(), "dp") / 2
+    >>> def num_targets(batch):
+    ...     return lax.psum(torch.ones_like(batch).sum(), "dp")
+    >>> step = ft.make_step(ft.mean_gradients(loss, num_targets), optimizer, mesh, specs)
+    >>> params = {"w": torch.zeros(())}
+    >>> state = ft.State(torch.tensor(0), params, optimizer.init(params), ft.random.key(0))
+    >>> state, metrics = step(state, torch.tensor([1.0, 3.0]))
+    >>> state.params["w"], metrics["loss"]
+    (tensor(1.), tensor(2.5000))
 
     Args:
         gradients: `mean_gradients` or `pipeline.gradients`, perhaps in wrappers. The number of

@@ -51,6 +51,12 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
     Derivatives of derivatives, in reverse mode, differentiate the operations of `forward` and
     `backward`, as in JAX.
 
+    >>> def clipped(residuals, cotangent):
+    ...     return (cotangent.clamp(-1, 1),)
+    >>> f = ft.custom_vjp(lambda x: 2 * x, lambda x: (2 * x, None), clipped)
+    >>> ft.grad(lambda x: 5 * f(x))(torch.tensor(3.0))
+    tensor(1.)
+
     Args:
         f: takes trees with tensors; positional arguments only. Returns a tree of tensors.
         forward, backward: as above.

@@ -51,6 +51,9 @@ def value_and_grad(
 
     Outside of any mesh it is `torch.func.grad_and_value` with the order of JAX's.
 
+    >>> ft.value_and_grad(lambda x: x**3)(torch.tensor(2.0))
+    (tensor(8.), tensor(12.))
+
     Args:
         f: returns a floating-point scalar; with `has_aux`, ``(scalar, anything)``.
         argnums: the position of the tree to differentiate, or several.
@@ -113,6 +116,9 @@ def grad(
     """The function that computes the gradient of `f`: `value_and_grad` without the value.
 
     With `has_aux` it gives ``(gradients, aux)``, as in JAX.
+
+    >>> ft.grad(lambda x: x**3)(torch.tensor(2.0))
+    tensor(12.)
     """
     both = value_and_grad(f, argnums, has_aux=has_aux, axes=axes)
 
@@ -132,6 +138,10 @@ def vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
     The pullback frees what the forward kept, so it can be called once (any number of times while
     something outside differentiates). Cotangents are each rank's own; nothing is scaled or reduced,
     and `sync_gradients` takes them for shares: seed with each rank's share of the cotangent.
+
+    >>> out, pullback = ft.vjp(lambda x: x**3, torch.tensor(2.0))
+    >>> out, pullback(torch.tensor(1.0))
+    (tensor(8.), (tensor(12.),))
 
     Returns:
         ``(out, pullback)``; ``pullback(cotangent)`` is a tuple with one tree per primal, holding
@@ -179,6 +189,11 @@ def assume_shares(grads: tree.Tree) -> tree.Tree:
     For gradients that `grad`, `value_and_grad` and `vjp` did not make, such as arguments of the
     program: `sync_gradients` refuses others, since they may count the loss once per rank. No
     communication, and no check.
+
+    >>> def program(grads):
+    ...     return ft.sync_gradients(ft.assume_shares(grads), P())
+    >>> ft.shard_map(program, ft.Mesh(dp=2), P("dp"), P())(torch.tensor([1.0, 2.0]))
+    tensor([3.])
     """
     return tree.map(lambda leaf: as_share(leaf) if tree.is_float(leaf) else leaf, grads)
 
@@ -199,6 +214,13 @@ def sync_gradients(
     add up theirs. This one rule is right for every mesh, layer and composition. One all-reduce per
     leaf and axis, of the leaf's local bytes; with `into`, one reduce-scatter instead over the axes
     that only `into` mentions, and all-reduces of the result.
+
+    >>> def program(w, x):
+    ...     share = ft.grad(lambda w: lax.psum((w * x).sum(), "dp"))(w)
+    ...     return ft.sync_gradients(share, P())
+    >>> mapped = ft.shard_map(program, ft.Mesh(dp=2), (P(), P("dp")), P())
+    >>> mapped(torch.tensor(1.0), torch.tensor([2.0, 5.0]))
+    tensor(7.)
 
     Args:
         grads: results of `grad`, `value_and_grad` or `vjp` inside a mapped program, or sums,

@@ -25,9 +25,9 @@ from typing import Any, Literal, Protocol
 import torch
 
 from functron.core import tree
-from functron.core.chart import table
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
+from functron.core.tables import table
 from functron.program.recorder import active, readable
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.simulate import runs_transform
@@ -222,6 +222,8 @@ class GradientFunction:
     def __str__(self) -> str:
         return "(".join(self.names) + ")" * (len(self.names) - 1)
 
+    __repr__ = __str__
+
 
 @dataclass(frozen=True)
 class Views:
@@ -339,6 +341,10 @@ def mean_gradients(
     `functron.make_step` counts the targets of the whole batch and passes the divisor, so that
     microbatches and ranks with unequal numbers of targets are weighted right.
 
+    >>> mean = ft.mean_gradients(lambda w, x, key: (w * x).sum(), torch.count_nonzero)
+    >>> mean
+    mean_gradients
+
     Args:
         loss: ``(params, batch, key)`` to the *sum* of the losses over the batch of all ranks.
         num_targets: ``batch`` to the number of terms in that sum, over all ranks.
@@ -365,6 +371,10 @@ def accumulated(
     Microbatch m is samples m, m + num_microbatches, ... of the batch on every mesh, as of
     `accumulate`, also for `dtype`.
 
+    >>> mean = ft.mean_gradients(lambda w, x, key: (w * x).sum(), torch.count_nonzero)
+    >>> ft.accumulated(mean, num_microbatches=4)
+    accumulated(mean_gradients)
+
     Raises:
         ValueError: `g` is not of `mean_gradients`: see `nesting_table`.
     """
@@ -380,6 +390,10 @@ def gathered_once(g: GradientFunction) -> GradientFunction:
 
     Without it, the loss gathers parameters that data axes split where it uses them
     (`functron.fsdp`), in every microbatch.
+
+    >>> mean = ft.mean_gradients(lambda w, x, key: (w * x).sum(), torch.count_nonzero)
+    >>> ft.gathered_once(ft.accumulated(mean, 4))
+    gathered_once(accumulated(mean_gradients))
 
     Collectives: one all-gather per leaf and data axis that splits it; its gradient is summed, and
     scattered, at the end (`sync_gradients`).
@@ -408,6 +422,10 @@ def frozen(g: GradientFunction, trainable: tree.Tree) -> GradientFunction:
 
     `trainable` is a tree or prefix tree of bools, of the parameters that this process holds. Use
     ``optim.only(optimizer, trainable)`` with it, so that the others have no optimizer state.
+
+    >>> mean = ft.mean_gradients(lambda w, x, key: (w * x).sum(), torch.count_nonzero)
+    >>> ft.frozen(mean, {"embed": False, "blocks": True})
+    frozen(mean_gradients)
     """
 
     def split(params, aside, specs, into):
@@ -428,6 +446,10 @@ def scattered(g: GradientFunction) -> GradientFunction:
     to these parts in backward, layer by layer and microbatch by microbatch, and no rank keeps more.
     Without it they are reduced once, at the end, as are those of parameters that a pipeline spreads
     over its ranks in any case.
+
+    >>> mean = ft.mean_gradients(lambda w, x, key: (w * x).sum(), torch.count_nonzero)
+    >>> ft.scattered(ft.accumulated(mean, 4))
+    scattered(accumulated(mean_gradients))
 
     Collectives: one reduce-scatter per use of a leaf and axis, in backward, in g's reduce_dtype.
     """
@@ -453,6 +475,10 @@ def encoded(g: GradientFunction, encode: Encode) -> GradientFunction:
 
     `encode` makes codes of this rank's parameters (see `functron.precision.encoder`); the codes are
     what is gathered, and the loss gets parameters with them.
+
+    >>> mean = ft.mean_gradients(lambda w, x, key: (w * x).sum(), torch.count_nonzero)
+    >>> ft.encoded(mean, lambda params: {})
+    encoded(mean_gradients)
     """
 
     def split(params, aside, specs, into):
@@ -498,6 +524,10 @@ def with_targets(g: GradientFunction) -> GradientFunction:
     """`g`, for batches that are known to have targets: a step does not read their number.
 
     The loss of a batch without any is then NaN, or infinite.
+
+    >>> mean = ft.mean_gradients(lambda w, x, key: (w * x).sum(), torch.count_nonzero)
+    >>> ft.with_targets(mean)
+    with_targets(mean_gradients)
     """
     return _with_change(g, "with_targets", lambda bound: replace(bound, targets="some"))
 

@@ -50,6 +50,7 @@ from functron.core import compat, tree
 from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase, in_scopes, named_scope, phase, scope_names
+from functron.core.tables import shows_differences
 from functron.spmd.axes import Axis, AxisNames, lookup, user_line
 from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import FSDP_AXES
@@ -89,6 +90,12 @@ def fsdp(
     Other axes that the specs mention go on splitting the leaves. Of an `Encoded` leaf the codes are
     gathered. Small leaves are gathered together. Works under every torch.func transform, in `scan`,
     `remat` and pipelines; put it around `remat`, so that the gathers can be started early.
+
+    >>> block = ft.fsdp(lambda w, x: x @ w, P("fsdp"))
+    >>> mapped = ft.shard_map(block, ft.Mesh(fsdp=2), (P("fsdp"), P("fsdp")), P("fsdp"))
+    >>> mapped(torch.ones(4, 1), torch.ones(2, 4))
+    tensor([[4.],
+            [4.]])
 
     Collectives: per block one all-gather over each axis for all small leaves and one per large
     leaf; in backward the same again with `regather`, and as many reduce-scatters of gradients.
@@ -249,11 +256,15 @@ def detach_codes(params: tree.Tree) -> tree.Tree:
     return tree.map(one, params, is_leaf=is_encoded)
 
 
+@shows_differences
 @dataclass(frozen=True)
 class Gather:
     """How the parameters of a model are gathered at use: arguments of `fsdp` for all blocks.
 
     ``Gather()`` gathers nothing: the same program runs on one device.
+
+    >>> ft.ModelOptions(gather=ft.Gather(P("fsdp"), compute_dtype=torch.bfloat16))
+    ModelOptions(gather=Gather(specs=P('fsdp'), compute_dtype=torch.bfloat16))
 
     Attributes:
         specs: of all parameters, or one for all of them.

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from functron.core import compat
 from functron.core.errors import Problem, public, raise_problems
+from functron.core.tables import shows_differences
 from functron.core.typing import Tensor
 from functron.spmd.primitives import Annotate
 
@@ -54,6 +55,7 @@ def is_product(op: torch._ops.OpOverload) -> bool:
     return op.overloadpacket in flop_registry or op._schema.name in _WITHOUT_FORMULA
 
 
+@shows_differences
 @dataclass(frozen=True)
 class RematPolicy:
     """The values that `remat` keeps, made by the names of this module; ``|`` is their union.
@@ -148,8 +150,8 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
 
     Where nothing asks for names this returns `x` itself. Works under every torch.func transform.
 
-    >>> block = remat(lambda w, x: torch.relu(checkpoint_name(x @ w, "hidden")) @ w.mT,
-    ...               policy=policies.names("hidden"))
+    >>> keep = ft.policies.names("hidden")
+    >>> block = ft.remat(lambda w, x: ft.checkpoint_name(x @ w, "hidden").relu(), policy=keep)
 
     Raises:
         ValueError: the name is empty or no string.

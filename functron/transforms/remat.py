@@ -510,6 +510,11 @@ def remat(f: Callable | None = None, *, policy: RematPolicy = nothing) -> Callab
 
     Without `f` it is a decorator: ``@remat(policy=policies.dots)``.
 
+    >>> f = ft.remat(lambda w, x: torch.relu(x @ w).sum())
+    >>> ft.grad(f)(torch.ones(2, 1), torch.ones(3, 2))
+    tensor([[3.],
+            [3.]])
+
     Args:
         policy: of `functron.policies`: nothing, everything, dots, ``names("a", ...)``,
             ``offload("a", ...)``, or several joined by ``|``.

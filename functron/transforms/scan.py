@@ -388,6 +388,10 @@ def scan(
     grows linearly with depth. In a program that is being traced it is one equation forward and one
     backward, of any length. Wrap `f` in `remat` to keep only the carries.
 
+    >>> xs = torch.tensor([1.0, 2.0, 3.0])
+    >>> ft.scan(lambda total, x: (total + x, total), torch.tensor(0.0), xs)
+    (tensor(6.), tensor([0., 1., 3.]))
+
     Args:
         f: ``(carry, x) -> (carry, y)``; y may be None.
         xs: a tree of tensors with a common leading dim, or None with `length`.
@@ -482,6 +486,10 @@ def accumulate(
     part of a batch as of the whole: the ranks' microbatches m together are the same samples on
     every mesh, as losses need that couple the samples of a microbatch
     (`functron.nn.moe.MoEConfig.aux` "batch").
+
+    >>> gradients = ft.accumulate(ft.grad(lambda w, x: (w * x).sum()), num_microbatches=2)
+    >>> gradients(torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    tensor(10.)
 
     Args:
         f: returns a tree of tensors, such as ``(loss, gradients)``.

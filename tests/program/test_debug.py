@@ -1,13 +1,14 @@
 """Printing from every kind of program, and drawings of shardings."""
 
 import re
+import types
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, debug, lax
+from functron import BoundMesh, Mesh, P, debug, lax
 from functron.program import text
 from functron.program.parse import parse
 from functron.program.trace import trace
@@ -258,7 +259,7 @@ def test_every_process_prints_its_line(torchrun):
 
 
 def test_draws_two_dims():
-    text = str(debug.visualize_sharding(P("dp", "tp"), (4, 8), Mesh(dp=2, tp=2, cp=2)))
+    text = str(debug.visualize_sharding((4, 8), P("dp", "tp"), Mesh(dp=2, tp=2, cp=2)))
     assert text.splitlines() == [
         "(4, 8) by P('dp', 'tp') on Mesh(dp=2,tp=2,cp=2): each rank holds (2, 4)",
         "      0:4   4:8",
@@ -274,22 +275,22 @@ def test_draws_two_dims():
 
 
 def test_draws_one_dim_and_none():
-    assert str(debug.visualize_sharding(P("tp"), (6,), Mesh(tp=2))).splitlines()[1:] == [
+    assert str(debug.visualize_sharding((6,), P("tp"), Mesh(tp=2))).splitlines()[1:] == [
         "   0:3   3:6",
         " ┌─────┬─────┐",
         " │  0  │  1  │",
         " └─────┴─────┘",
         "across: dim 0 over tp",
     ]
-    assert debug.visualize_sharding(P(), (4,), Mesh(dp=4)).cells == {(0,): (0, 1, 2, 3)}
-    assert "│ 0-3 │" in str(debug.visualize_sharding(P(), (), Mesh(dp=4)))
+    assert debug.visualize_sharding((4,), P(), Mesh(dp=4)).cells == {(0,): (0, 1, 2, 3)}
+    assert "│ 0-3 │" in str(debug.visualize_sharding((), P(), Mesh(dp=4)))
 
 
 def test_many_dims_draw_the_first_two_that_are_split():
-    drawing = debug.visualize_sharding(P(None, "tp", "pp"), (4, 8, 6), Mesh(dp=2, tp=2))
+    drawing = debug.visualize_sharding((4, 8, 6), P(None, "tp", "pp"), Mesh(dp=2, tp=2))
     assert drawing.cells == {(0, 0): (0, 2), (0, 1): (1, 3)}  # dims 0 and 1: pp is absent
     three = debug.visualize_sharding(
-        P("dp", None, "tp", "cp"), (4, 5, 6, 2), Mesh(dp=2, tp=2, cp=2)
+        (4, 5, 6, 2), P("dp", None, "tp", "cp"), Mesh(dp=2, tp=2, cp=2)
     )
     assert [dim.number for dim in three.dims] == [0, 2]
     assert three.cells[1, 0] == (4, 5)
@@ -298,7 +299,7 @@ def test_many_dims_draw_the_first_two_that_are_split():
 
 
 def test_several_axes_on_one_dim():
-    drawing = debug.visualize_sharding(P(("tp", "dp")), (8,), Mesh(dp=2, tp=2))
+    drawing = debug.visualize_sharding((8,), P(("tp", "dp")), Mesh(dp=2, tp=2))
     assert [drawing.cells[i,] for i in range(4)] == [(0,), (2,), (1,), (3,)]
 
 
@@ -306,7 +307,7 @@ def test_several_axes_on_one_dim():
 def test_blocks_are_where_the_shards_are(spec):
     """Against the arithmetic that shards tensors."""
     mesh = Mesh(dp=2, fsdp=2, tp=2)
-    drawing = debug.visualize_sharding(spec, (8, 8), mesh)
+    drawing = debug.visualize_sharding((8, 8), spec, mesh)
     value = torch.arange(64).reshape(8, 8)
     for rank in range(mesh.size):
         mine = ft.spmd.spec.shard(value, spec, mesh, mesh.coordinate(rank))
@@ -317,7 +318,7 @@ def test_blocks_are_where_the_shards_are(spec):
 
 
 def test_large_meshes_are_shortened():
-    drawing = debug.visualize_sharding(P("dp", "tp"), (64, 64), Mesh(dp=64, cp=8, tp=8))
+    drawing = debug.visualize_sharding((64, 64), P("dp", "tp"), Mesh(dp=64, cp=8, tp=8))
     rows = str(drawing).splitlines()
     assert len(rows) < 25
     assert " 0,8,…,56 " in rows[3]
@@ -326,7 +327,7 @@ def test_large_meshes_are_shortened():
 
 
 def test_pictures_show_what_the_text_shows():
-    drawing = debug.visualize_sharding(P("dp", "tp"), (4, 8), Mesh(dp=2, tp=2, cp=2))
+    drawing = debug.visualize_sharding((4, 8), P("dp", "tp"), Mesh(dp=2, tp=2, cp=2))
     name = "{http://www.w3.org/2000/svg}"
     root = ElementTree.fromstring(drawing._repr_html_())
     assert len(list(root.iter(f"{name}rect"))) == 4
@@ -335,9 +336,43 @@ def test_pictures_show_what_the_text_shows():
     assert len({rect.get("fill") for rect in root.iter(f"{name}rect")}) == 4
 
 
+def test_tensors_handles_and_trees_are_drawn_as_their_shapes_are():
+    mesh, spec = Mesh(dp=2, tp=2), P(None, "tp")
+    whole = debug.visualize_sharding((4, 6), spec, mesh)
+    handle = types.SimpleNamespace(shape=(4, 6), dtype=torch.float32, spec=spec, mesh=mesh)
+    coordinate = {"dp": 0, "tp": 1}
+    bound = BoundMesh(mesh, 1, coordinate, {}, "cpu")
+    for drawn in (
+        debug.visualize_sharding(torch.zeros(4, 6), spec, mesh),
+        debug.visualize_sharding(handle),
+        debug.visualize_sharding(torch.zeros(4, 3), spec, bound),  # a shard
+    ):
+        assert str(drawn) == str(whole)
+    several = debug.visualize_sharding({"a": torch.zeros(4, 6), "h": handle}, spec, mesh)
+    assert [each.cells for each in several.drawings] == [whole.cells] * 2
+    root = ElementTree.fromstring(several._repr_html_())
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("0,2") == 2
+    assert "a (4, 6) P(None, 'tp')" in texts
+    assert len(repr(several).splitlines()) <= 20
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ((P("dp"), (4,), Mesh(dp=2)), r"array_or_shape, spec, mesh"),
+        ((torch.zeros(4), P("dp")), "no mesh"),
+        ((torch.zeros(4), None, Mesh(dp=2)), "no spec"),
+    ],
+)
+def test_what_a_drawing_lacks_is_named(given, problem):
+    with pytest.raises(ValueError, match=problem):
+        debug.visualize_sharding(*given)
+
+
 def test_a_spec_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="a multiple of 2"):
-        debug.visualize_sharding(P("dp"), (3,), Mesh(dp=2))
+        debug.visualize_sharding((3,), P("dp"), Mesh(dp=2))
 
 
 def test_check_grads_passes_what_is_right():

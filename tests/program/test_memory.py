@@ -1,6 +1,5 @@
 """Memory: timelines by hand, and predicted peaks against measured ones of eager runs."""
 
-import xml.etree.ElementTree as ET
 from itertools import pairwise
 from pathlib import Path
 
@@ -365,32 +364,11 @@ def test_predicted_peak_of_a_rank_is_the_measured_one(torchrun, names):
 # --- shown
 
 
-def test_memory_shows_as_text_html_and_svg():
+def test_memory_shows_as_text_and_html():
     step, state, batch = decoder_step(Mesh())
     found = memory(trace(step, donate=0)(state, batch))
     text, page = str(found), found._repr_html_()
     for piece in ("parameters", "activations", "at the peak", found.peak.equation, "MiB"):
         assert piece in text
         assert piece in page
-    root = ET.fromstring(found.svg())
-    names = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert names == [
-        c for c in CATEGORIES if any(m.live[CATEGORIES.index(c)] for m in found.timeline)
-    ]
-    assert "memory of step" in "".join(root.itertext())
-
-
-def test_the_picture_keeps_the_peak_of_long_timelines():
-    fn, args = deep(2000)
-    found = memory(trace(fn)(*args))
-    root = ET.fromstring(found.svg())
-    ys = [
-        float(point.split(",")[1])
-        for polygon in root.iter("{http://www.w3.org/2000/svg}polygon")
-        for point in polygon.attrib["points"].split()
-    ]
-    assert len(ys) < 30000
-    lines = [(float(line.attrib["y1"])) for line in root.iter("{http://www.w3.org/2000/svg}line")]
-    texts = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
-    scale = float(texts[len(lines) - 1] or 0) * 2**20 / (max(lines) - min(lines))
-    assert (max(lines) - min(ys)) * scale == pytest.approx(found.peak_bytes, rel=0.01)
+    assert repr(found) == text

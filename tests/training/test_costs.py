@@ -12,7 +12,7 @@ import torch
 
 from functron import random, tree
 from functron.cli.main import main
-from functron.core.chart import bytes_text
+from functron.core.tables import bytes_text
 from functron.models import gpt
 from functron.pipeline.partition import Part
 from functron.spmd import Mesh

@@ -31,6 +31,7 @@ from functron import checkpoint
 from functron.core import tree
 from functron.core.errors import Problem, refuse
 from functron.core.settings import Mark, Need, replace_settings, setting, value_at
+from functron.core.tables import shows_differences
 from functron.data.sampling import Gaps, earlier_text
 from functron.optim import LimitState, set_limit_
 from functron.program.cost import free_memory_bytes
@@ -61,6 +62,7 @@ _ANSWERED = Need(
 )
 
 
+@shows_differences
 @dataclass(frozen=True)
 class AnomalyConfig:
     """The numbers of a step that are anomalies, and what is done about them.

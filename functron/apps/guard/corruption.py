@@ -20,6 +20,7 @@ from functron.apps.guard.watchdog import ON_PROCESSES
 from functron.core import tree
 from functron.core.errors import Problem
 from functron.core.settings import Mark, Need, setting
+from functron.core.tables import shows_differences
 from functron.spmd import BoundMesh, collectives, shard_map
 from functron.spmd.spec import P, is_spec, spec_axes
 from functron.training.loop import At, LoopHook
@@ -43,6 +44,7 @@ _COMPARED = Need(
 )
 
 
+@shows_differences
 @dataclass(frozen=True)
 class ReplicasConfig:
     """How ranks that hold the same part of a state are compared.

@@ -18,6 +18,7 @@ import torch
 from functron import training
 from functron.core.errors import Problem, refuse
 from functron.core.settings import Mark, Need, setting, value_at
+from functron.core.tables import shows_differences
 from functron.spmd import DATA_AXES, Mesh
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ _STARTED = Need(
 )
 
 
+@shows_differences
 @dataclass(frozen=True)
 class RestartsConfig:
     """How a run goes on after a process died, and when it leaves by itself.

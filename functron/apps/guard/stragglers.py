@@ -32,6 +32,7 @@ import torch.distributed as dist
 from functron.apps.guard.watchdog import ON_PROCESSES
 from functron.core import chart
 from functron.core.settings import Mark, setting
+from functron.core.tables import shows_differences
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import EVERYWHERE, DeviceClock, FlightRecorder
 from functron.training.loop import At, LoopHook
@@ -59,6 +60,7 @@ _AGAIN = 10  # windows after which a rank is named once more
 _REDRAW_SECONDS = 10.0
 
 
+@shows_differences
 @dataclass(frozen=True)
 class StragglersConfig:
     """How ranks that the others wait for are found.

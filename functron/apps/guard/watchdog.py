@@ -34,6 +34,7 @@ import torch.distributed as dist
 from functron.compiler import executor
 from functron.core import compat
 from functron.core.settings import Need, setting
+from functron.core.tables import shows_differences
 from functron.spmd import BoundMesh
 from functron.spmd.flight import (
     CollectiveKind,
@@ -73,6 +74,7 @@ ON_PROCESSES = Need(
 )
 
 
+@shows_differences
 @dataclass(frozen=True)
 class WatchdogConfig(WaitingConfig):
     """When a step counts as hanging, and what is done to find out why.

@@ -35,9 +35,9 @@ from functron.apps.megatron.training_settings import (
     read_evaluation_settings,
     read_step_settings,
 )
-from functron.core.chart import table
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import fields_under, name_of, value_at
+from functron.core.tables import table
 from functron.data.sampling import parse_ramp_up
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, dump, read_yaml

@@ -32,8 +32,8 @@ from functron.apps.planner.rates import (
     time_program,
 )
 from functron.core import chart
-from functron.core.chart import bytes_text, count_text, table
 from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.core.tables import bytes_text, count_text, table
 from functron.models import gpt
 from functron.program.timeline import COMPUTE
 from functron.program.trace import Program
@@ -202,6 +202,10 @@ class Estimate:
 
     def svg(self) -> str:
         """The timeline as an SVG picture: a row per rank, or per stream of a rank."""
+        return self.bars().svg()
+
+    def bars(self) -> chart.Gantt:
+        """The timeline as data."""
         names = list(dict.fromkeys(lane.row for lane in self.lanes))
         boxes = [
             chart.SvgBar(
@@ -212,7 +216,7 @@ class Estimate:
         ]  # fmt: skip
         kinds = dict.fromkeys(lane.kind for lane in self.lanes)
         legend = [(_KINDS[kind], _COLOURS[kind]) for kind in kinds]
-        return chart.gantt_svg(boxes, names, f"{self.name}: {self.step_seconds:.4g} s", legend)
+        return chart.Gantt(boxes, names, f"{self.name}: {self.step_seconds:.4g} s", legend)
 
     def chrome_trace(self, path: str | Path) -> None:
         """Write the timeline as JSON for chrome://tracing and Perfetto."""

@@ -41,8 +41,9 @@ from functron.apps.planner.machines import (
 from functron.apps.planner.rates import FUNCTRON, UNCOMPILED, time_program
 from functron.apps.planner.search import count_state_bytes, trace_run
 from functron.core import random, tree
-from functron.core.chart import bytes_text, line_chart, table
+from functron.core.chart import line_chart
 from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.tables import bytes_text, table
 from functron.models import gpt
 from functron.program import cost
 from functron.program.trace import trace

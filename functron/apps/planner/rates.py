@@ -27,6 +27,7 @@ import torch
 from functron import pipeline
 from functron.apps.planner.machines import GroupReach, Hardware, RankPlacement
 from functron.core import random, tree
+from functron.core.tables import shows_differences
 from functron.models import gpt
 from functron.models.config import GPTConfig
 from functron.models.options import DEFAULTS, ModelOptions
@@ -49,6 +50,7 @@ _LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
 _FREE = frozenset({"stack", "check_ids", "detach", "empty", "empty_like", "lift_fresh_copy"})
 
 
+@shows_differences
 @dataclass(frozen=True)
 class Software:
     """How programs are run: fusion and overlap.

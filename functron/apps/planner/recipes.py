@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from functron.apps.planner.search import count_chunks
-from functron.core.chart import table
 from functron.core.errors import nearest, refuse
+from functron.core.tables import table
 from functron.models.config import GPTConfig
 from functron.spmd import DATA_AXES, Mesh
 from functron.training.config import TrainConfig, configure, load, with_precision

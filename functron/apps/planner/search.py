@@ -32,9 +32,10 @@ from functron.apps.planner.estimates import (
 from functron.apps.planner.machines import Hardware, RankPlacement, hardware
 from functron.apps.planner.rates import FUNCTRON, UNCOMPILED, TracedPieces, trace_pieces
 from functron.core import random, tree
-from functron.core.chart import bytes_text, line_chart, table
+from functron.core.chart import line_chart
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.settings import value_at
+from functron.core.tables import bytes_text, table
 from functron.models import gpt
 from functron.optim import torch_dtype
 from functron.spmd import DATA_AXES, Mesh

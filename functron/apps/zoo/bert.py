@@ -30,6 +30,7 @@ from functron.apps.zoo.layers import (
 from functron.core.errors import public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.settings import choice_problems
+from functron.core.tables import shows_differences
 from functron.core.typing import Float, Int, Key, Tensor
 from functron.models.config import Named, TextConfig
 from functron.models.family import Family
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 
+@shows_differences
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(TextConfig):
     """Architecture of a BERT.

@@ -19,6 +19,7 @@ from functron.apps.zoo.vit import ViTConfig
 from functron.core import random
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
+from functron.core.tables import shows_differences
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models import decoder, gpt
 from functron.models.config import Dtype, GPTConfig, Named
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 
+@shows_differences
 @dataclass(frozen=True)
 class LlavaConfig:
     """Architecture of a LLaVA.

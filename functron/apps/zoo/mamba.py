@@ -38,6 +38,7 @@ from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.settings import Need, Needs, choice_problems
+from functron.core.tables import shows_differences
 from functron.core.typing import Float, Int, Key, Tensor
 from functron.models.config import Named, TextConfig
 from functron.models.family import NEXT_TOKEN, Family
@@ -88,6 +89,7 @@ MAMBA_NEEDS: Needs = MappingProxyType(
 """The needs of the fields of a `MambaConfig`, to have an effect."""
 
 
+@shows_differences
 @dataclass(frozen=True, kw_only=True)
 class MambaConfig(TextConfig):
     """Architecture of a Mamba-2 model, or a hybrid.

@@ -32,6 +32,7 @@ import torch
 from torch.nn import functional as F
 
 from functron.core import random
+from functron.core.tables import shows_differences
 from functron.core.typing import Float, Tensor
 from functron.nn.layers import column_parallel, gather_sequence, linear_defs, row_parallel, weights
 from functron.spmd import collectives as lax
@@ -147,6 +148,7 @@ def _check_sizes(x: Tensor, b: Tensor, chunk: int) -> None:
         )
 
 
+@shows_differences
 @dataclass(frozen=True)
 class Mamba2Config:
     """Shapes and options of the mixer.

@@ -37,6 +37,7 @@ from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.settings import choice_problems
+from functron.core.tables import shows_differences
 from functron.core.typing import Float, Int, Key, Tensor
 from functron.models.config import Named, TextConfig
 from functron.models.family import Family
@@ -69,6 +70,7 @@ __all__ = [
 ]
 
 
+@shows_differences
 @dataclass(frozen=True, kw_only=True)
 class T5Config(TextConfig):
     """Architecture of a T5 (Raffel et al. 2020), version 1.0 or 1.1.

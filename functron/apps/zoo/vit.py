@@ -29,6 +29,7 @@ from functron.apps.zoo.layers import (
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import named_scope
 from functron.core.settings import choice_problems
+from functron.core.tables import shows_differences
 from functron.core.typing import Float, Key, Tensor
 from functron.models.config import Dtype, Named
 from functron.models.family import Family
@@ -47,6 +48,7 @@ __all__ = ["PRESETS", "ViTConfig", "defs", "features", "forward", "loss", "num_t
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu"]
 
 
+@shows_differences
 @dataclass(frozen=True)
 class ViTConfig:
     """Architecture of a vision transformer.

@@ -12,6 +12,7 @@ import torch
 
 from functron.core.errors import Problem, raise_problems
 from functron.core.settings import Need, Needs, choice_problems
+from functron.core.tables import shows_differences
 
 RouterScore = Literal["softmax", "sigmoid"]
 Normalise = Literal["before", "after"]
@@ -54,6 +55,7 @@ MOE_NEEDS: Needs = MappingProxyType(
 """The needs of the fields of a `MoEConfig`, to have an effect."""
 
 
+@shows_differences
 @dataclass(frozen=True)
 class MoEConfig:
     """A mixture-of-experts layer.
