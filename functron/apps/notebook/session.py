@@ -81,6 +81,7 @@ class RemoteFunction:
         in_specs, out_specs: of its arguments and results.
         donate: positions of arguments that it consumes.
         by_stage: whether results are what each rank of a pipeline holds.
+        sums: whether results that ranks have in common are compared.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class RemoteFunction:
         if isinstance(inner, MappedFunction):
             self.donate |= set(inner.donate)
             self.in_specs, stages = inner.in_specs, inner.stages
-        self.by_stage = ranks.mesh[stages or ""] > 1
+        self.by_stage, self.sums = ranks.mesh[stages or ""] > 1, False
         self._mapped = inner if isinstance(inner, MappedFunction) else None
         named = twin if twin is not None else args[0] if args else make
         self.__name__ = getattr(named, "__name__", "function")
@@ -253,8 +254,11 @@ class StartedMesh(NamedAxes):
             args: trees; handles are each rank's shards, a started mesh the bound one.
             specs: a prefix tree: how the tensors of the results are parts of whole ones.
             stages: the axis of a pipeline whose ranks hold different parts of the results.
+
+        Raises:
+            ValueError: ranks that should have the same part by `specs` returned others.
         """
-        return self._place(function, args, {}, specs, stages)
+        return self._place(function, args, {}, specs, stages, sums=True)
 
     @public
     def build(
@@ -486,12 +490,13 @@ class StartedMesh(NamedAxes):
 
     def _place(
         self, fn: Callable, args: tuple, kwargs: Mapping[str, Any], specs: Any,
-        stages: str | None = None,
+        stages: str | None = None, *, sums: bool = False,
     ) -> Any:  # fmt: skip
         """``fn(*args, **kwargs)`` on each rank: tensors are parts of whole ones by `specs`."""
         made = RemoteFunction(
             self, functools.partial, (fn, *args), kwargs, out_specs=specs, stages=stages
         )
+        made.sums = sums
         try:
             return self._call(made, ())
         finally:
@@ -598,7 +603,7 @@ class StartedMesh(NamedAxes):
             if not same or rank == 0:
                 mine = [_for_rank(leaf, rank) for leaf in sent]
                 gone = [_for_rank(handle._number, rank) for handle in consumed]
-                call = Call(key, plan.arguments, mine, plan.moves, gone, first)
+                call = Call(key, plan.arguments, mine, plan.moves, gone, first, function.sums)
             calls[rank] = [*self._pending, ("call", (call,))]
         try:
             answers = self._processes.ask(calls, self._freed())
@@ -679,9 +684,12 @@ class StartedMesh(NamedAxes):
 
     def _layout(self, rank: int, kept: KeptResults) -> tuple[Any, tuple[TensorMeta, ...]]:
         known = self._layouts[rank]
-        if kept.new is not None:
-            known[kept.layout] = load(kept.new[0], _no_object), kept.new[1]
-        return known[kept.layout]
+        if kept.new is None:
+            return known[kept.layout]
+        found = load(kept.new[0], _no_object), kept.new[1]
+        if kept.layout:
+            known[kept.layout] = found
+        return found
 
     def _results_of(
         self, function: RemoteFunction, kept: dict[int, KeptResults], first: int
@@ -708,15 +716,36 @@ class StartedMesh(NamedAxes):
                     shape = sharding.global_shape(meta.shape, spec, self.mesh)
                     leaf = leaf.index, self._kind(shape, meta.dtype, spec, meta.device)
                 rows.append(leaf)
-            found = function._results[key] = rows, structure
+            found = rows, structure
+            if key:
+                function._results[key] = found
+        if function.sums:
+            self._compare_sums(found, {rank: each.sums for rank, each in kept.items()})
         numbers = kept[0].numbers
         out = [
-            self._handle(row[1], first + row[0], numbers.get(row[0]))
-            if type(row) is tuple and len(row) == 2 and type(row[1]) is Kind
-            else row
+            self._handle(row[1], first + row[0], numbers.get(row[0])) if _is_row(row) else row
             for row in found[0]
         ]
         return tree.unflatten(found[1], out)
+
+    def _compare_sums(self, found: tuple[list, tree.Structure], sums: dict[int, tuple]) -> None:
+        """Refuse results that differ on ranks which should have the same part."""
+        problems, rows = [], tree.unflatten(found[1], found[0])
+        for path, row in zip(tree.paths(rows, _is_row), tree.leaves(rows, _is_row), strict=True):
+            if not _is_row(row):
+                continue
+            seen: dict[tuple, tuple[int, int]] = {}
+            for rank in range(self.size):
+                place, kind, mine = self.mesh.coordinate(rank), row[1], sums[rank][row[0]]
+                at = sharding.offsets(kind.shape, kind.spec, self.mesh, place)
+                other, sum_of_other = seen.setdefault(at, (rank, mine))
+                if mine != sum_of_other:
+                    got = f"other numbers on rank {rank} than on rank {other}"
+                    fix = 'say how they are parts of a whole: specs=P("dp"), say'
+                    wanted = f"the same, by {kind.spec}"
+                    problems.append(Problem(f"result {path}".strip(), got, wanted, fix))
+                    break
+        raise_problems("ranks returned different values", problems)
 
     def _results_by_stage(self, function: RemoteFunction, layouts: dict, first: int) -> Any:
         """Results of which ranks hold different parts, as those of a pipeline's stages."""
@@ -797,6 +826,11 @@ def _kind_of(leaf: Any) -> Any:
 
 def _is_slot(leaf: Any) -> bool:
     return isinstance(leaf, ResultSlot)
+
+
+def _is_row(leaf: Any) -> bool:
+    """Whether this is the place and the kind of a tensor among results."""
+    return type(leaf) is tuple and len(leaf) == 2 and type(leaf[1]) is Kind
 
 
 def _no_object(name: Any) -> Any:

@@ -287,6 +287,21 @@ def test_what_ranks_say_comes_here(ranks, capsys):
     assert capsys.readouterr().out == "all\n[rank 1] one\n"
 
 
+def test_ranks_that_return_different_values_say_so(ranks):
+    with pytest.raises(ValueError, match=r"result x: got other numbers on rank 1 than on rank 0"):
+        ranks.run(lambda mesh: {"x": torch.full((3,), mesh.rank)}, ranks)
+    parts = ranks.run(lambda mesh: torch.full((1,), mesh.rank), ranks, specs=P("dp"))
+    assert parts.tolist() == [0, 1]
+
+
+def test_results_may_hold_other_values(ranks):
+    f = ft.shard_map(lambda x: {"x": x, "name": "a"}, ranks, P("dp"), {"x": P("dp"), "name": None})
+    for _ in range(2):
+        out = f(torch.ones(2))
+        assert out["name"] == "a"
+        assert out["x"].tolist() == [1.0, 1.0]
+
+
 def test_errors_of_all_and_of_one(ranks):
     def fail(mesh, who):
         if who in (None, mesh.rank):
