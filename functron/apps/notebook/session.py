@@ -441,6 +441,12 @@ class StartedMesh(NamedAxes):
     def _shard(self, value: tree.Tree, specs: tree.Tree) -> tree.Tree:
         flat = sharding.validate(value, specs, self.mesh)
         leaves, structure = tree.flatten(value)
+        held = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Handle)}
+        if held:
+            own = tuple(P() if flat[i] is None else flat[i] for i in held)
+            copies = RemoteFunction(self, _make_copies, (), {}, in_specs=(own,), out_specs=own)
+            for i, copied in zip(held, self._call(copies, (tuple(held.values()),)), strict=True):
+                leaves[i] = copied
         puts: list[dict[int, Packed]] = [{} for _ in range(self.size)]
         out = []
         for leaf, spec in zip(leaves, flat, strict=True):
@@ -807,6 +813,11 @@ class StartedMesh(NamedAxes):
             error.add_note(f"raised on {everywhere} in {name}")
         _add_places(error, {number: failure})
         raise error
+
+
+def _make_copies() -> Callable:
+    """The function that copies a tree."""
+    return functools.partial(tree.map, torch.clone)
 
 
 def _for_rank(leaf: Any, rank: int) -> Any:

@@ -190,6 +190,11 @@ def test_values_go_and_come(ranks):
     assert handle.clone().tolist() == handle.numpy().tolist() == x.tolist()
     copied: Any = torch.clone(handle)
     assert copied.spec == P("dp")
+    moved = ft.shard({"x": handle, "y": x}, {"x": P(), "y": P("dp")}, ranks)
+    assert [(m.spec, m.tolist()) for m in moved.values()] == [
+        (P(), x.tolist()),
+        (P("dp"), x.tolist()),
+    ]
     with pytest.raises(ValueError, match="got dim 0 of shape"):
         ft.shard(torch.ones(3), P("dp"), ranks)
 
