@@ -36,7 +36,7 @@ from functron.models.options import (
     refuse_mixing,
 )
 from functron.nn import context
-from functron.nn.layers import JOINED, sequence_axes
+from functron.nn.layers import JOINED, name_columns, sequence_axes
 from functron.nn.moe import RouterSums, moe, moe_defs
 from functron.pipeline.partition import Part
 from functron.precision import history_def
@@ -45,6 +45,7 @@ from functron.spmd import collectives as lax
 from functron.spmd.spec import spec_axes
 from functron.transforms import Gather, policies
 from functron.transforms import remat as rematerialise
+from functron.transforms.capture import name_value, watched_scope
 from functron.transforms.parameter_gather import without_codes
 from functron.transforms.scan import scan_in_turn
 
@@ -316,16 +317,24 @@ def transformer_block(layer: Layer, weights: dict, x: Tensor) -> tuple[Tensor, A
 
     Norms are before or after these as `GPTConfig.sublayer_norms` has it; `ModelOptions.block` takes
     a function of the same arguments.
+
+    Names of values, for `functron.capture`, with the stack and the row before them, as
+    ``blocks/3/attention/out``: ``attention/q``, ``k``, ``v`` and ``heads`` (which the last
+    projection takes), ``attention/out`` and ``mlp/out`` or ``moe/out`` (which are added to the
+    stream), ``mlp/hidden``, and the stream after the block, ``out``. Around the blocks there are
+    ``embed/out``, ``norm/out`` and the logits, ``unembed/out``.
     """
+    stream = layer.options.stream
     with named_scope("attention"):
         y = layer.norm(weights, "attention_norm", x)
         y = layer.attention(weights, y)
         y = layer.drop(layer.norm(weights, "attention_out_norm", y), 0)
+        y = name_value(y, "out", stream)
     with named_scope("moe" if "moe" in weights else "mlp"):
         y, x = layer.add_norm(weights, "mlp_norm", y, x)
         y, auxiliary = layer.feed_forward(weights, y)
         y = layer.norm(weights, "mlp_out_norm", y)
-        return x + layer.drop(y, 1), auxiliary
+        return x + name_value(layer.drop(y, 1), "out", stream), auxiliary
 
 
 def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: Gather) -> Callable:
@@ -357,7 +366,8 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
     def step(x: Tensor, row: tuple) -> tuple[Tensor, Auxiliary | None]:
         # torch's products read no codes
         weights = without_codes(row[0]) if options.matmul is nn.MATMUL else row[0]
-        return gathered(weights, x, *row[1:])
+        x, auxiliary = gathered(weights, x, *row[1:])
+        return name_value(x, "out", options.stream), auxiliary
 
     return step
 
@@ -497,6 +507,7 @@ def stream(
     if part.embed:
         with named_scope("embed"):
             x = embedded(config, weights, sequence, options, None if keys is None else keys[-1])
+            x = name_value(x, "out", options.stream)
         if options.watch:
             squares = _pad_rows(_squares(x).reshape(1), 0, 1 + config.num_layers)
     assert x is not None
@@ -514,7 +525,8 @@ def stream(
             turns.append((len(list(run)), _with_stream_size(layer) if options.watch else layer))
         own = {what: rows[start:stop] for what, rows in differing.items()}
         xs = (weights[name], None if keys is None else keys[start:stop], own)
-        x, new = scan_in_turn(turns, x, xs)
+        with watched_scope(name):
+            x, new = scan_in_turn(turns, x, xs, start - layers.start)
         if options.watch:
             new, rows = new
             rows = _pad_rows(rows, 1 + start, 1 + config.num_layers)
@@ -561,9 +573,8 @@ def logits(config: GPTConfig, weights: dict, x: Tensor, options: ModelOptions) -
         if options.context.order == "zigzag":
             x = context.to_contiguous(x, 1)
         own: Any = {"name": "unembed", "matmul": options.matmul.of_logits}
-        return _cap_logits(
-            config, nn.column_parallel(x, _unembedding(config, weights, options), **own)
-        )
+        x = nn.column_parallel(x, _unembedding(config, weights, options), **own)
+        return name_columns(_cap_logits(config, x), "out", options.stream)
 
 
 def loss(
@@ -611,7 +622,7 @@ def loss(
                 return nn.linear_cross_entropy(x, matrix, targets, chunk_tokens=chunk, **given)
             matmul = _with_runs(options.matmul.of_logits, options)
             out = nn.column_parallel(x, matrix, name="unembed", matmul=matmul)
-            out = _cap_logits(config, out)
+            out = name_columns(_cap_logits(config, out), "out", options.stream)
         with named_scope("loss"):
             return nn.cross_entropy(out, targets, **given)
 
@@ -643,7 +654,8 @@ def loss(
 
 def _norm_last(config: GPTConfig, weights: dict, x: Tensor, options: ModelOptions) -> Tensor:
     own = own_norm(config, options, weights, "norm")
-    return norm(config, options, options.gather.at("norm")(own) if own else own, x)
+    x = norm(config, options, options.gather.at("norm")(own) if own else own, x)
+    return name_value(x, "out", options.stream)
 
 
 def _scale_stream(config: GPTConfig, x: Tensor) -> Tensor:
@@ -704,7 +716,8 @@ def _predict_ahead(
         here = sequence._replace(tokens=tokens, targets=targets)
         own = None if key is None else random.fold_in(key, config.num_layers + 1 + depth)
         made = block(config, here, inner, gather.at("block"))
-        y, auxiliary = made(_cast_to_stream(config, x), (rows[depth]["block"], own, {}))
+        with watched_scope(depth):
+            y, auxiliary = made(_cast_to_stream(config, x), (rows[depth]["block"], own, {}))
         return y.to(x.dtype), auxiliary
 
     losses, found = nn.multi_token(

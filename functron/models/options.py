@@ -44,6 +44,7 @@ from functron.spmd.axes import Scope, enter
 from functron.spmd.params import ParamDef
 from functron.spmd.spec import entry_axes
 from functron.transforms import Gather
+from functron.transforms.capture import is_watched, unwatched
 
 Batch = Mapping[str, Tensor]
 """``tokens`` and ``targets`` int64 [B, T], and ``rows`` int64 [B], indices in the global batch; of
@@ -209,6 +210,10 @@ def arranged(batch: Batch, context: Context) -> Sequence:
         rows = lax.global_index(tokens.shape[0], DATA_AXES, device=tokens.device)
     order = "zigzag" if zigzag else "contiguous"
     slots = own_positions(tokens.shape[1], order, device=tokens.device)
+    if is_watched() and zigzag and lax.axis_size("cp") > 1:
+        got, wanted = "zigzag", "'contiguous' or 'balanced': ranks of cp in the order of the tokens"
+        fix = 'context=ft.gpt.Context(order="contiguous")'
+        refuse("capture cannot put zigzag sequences together", "context.order", got, wanted, fix)
     names = ("positions", "tokens", "targets", "segments")
     given = {name: batch[name] for name in names if batch.get(name) is not None}
     if zigzag:
@@ -627,7 +632,7 @@ def refuse_mixing(
     if not any(splits) or (name, x.shape, splits) in options.seen_hooks:
         return
     seq = x.shape[SEQ_DIM]
-    with aside(), enter(Scope()), torch.no_grad():
+    with aside(), enter(Scope()), torch.no_grad(), unwatched():
         own = tree.map(
             lambda leaf: _make_waves(leaf.shape[-1:], leaf.dtype).expand(leaf.shape), weights
         )

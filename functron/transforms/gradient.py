@@ -30,6 +30,7 @@ from functron.spmd.simulate import (
     varying_axes,
 )
 from functron.spmd.spec import P, bound_cuts, cuts_between, is_spec, scatter, spec_axes
+from functron.transforms.capture import Relay, replacing_functions, unwatched
 
 
 @public
@@ -407,7 +408,7 @@ def is_differentiated_outside(f: Callable, args: tree.Tree) -> bool:
         return True
     if not torch.is_grad_enabled():
         return False
-    (hidden, _), flat = hoist(f), tree.leaves(args)
+    (hidden, _), flat = hoist(f), [*tree.leaves(args), *replacing_functions()]
     return any(
         isinstance(leaf, torch.Tensor) and compat.requires_grad(leaf)
         for leaf in [*flat, *hidden, *(x for leaf in flat for x in find_held_tensors(leaf))]
@@ -416,6 +417,22 @@ def is_differentiated_outside(f: Callable, args: tree.Tree) -> bool:
 
 def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, list, Callable]:
     """``out, aux = f(*leaves)``, and the function from out's cotangent to those of `leaves`."""
+    if relay := Relay():
+        structure: Any = None
+
+        def watched(*values):
+            nonlocal structure
+            (out, aux), captured = inner(*values)
+            tensors, structure = tree.flatten(captured)
+            return out, [*aux, *tensors]
+
+        inner = relay.around(f)
+        with unwatched():
+            out, aux, pull = _pullback(watched, leaves, keep)
+        assert structure is not None
+        own = len(aux) - structure.num_leaves
+        relay.take(tree.unflatten(structure, aux[own:]))
+        return out, aux[:own], pull
     if not leaves:  # torch.func.vjp wants some
         return *f(), lambda cotangent: []
     if compat.transforms_active() or keep:

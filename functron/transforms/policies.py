@@ -23,6 +23,7 @@ from functron.core import compat
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.typing import Tensor
 from functron.spmd.primitives import Annotate
+from functron.transforms.capture import name_value
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define("checkpoint_name(Tensor(a) x, str name) -> Tensor(a)")
@@ -146,7 +147,9 @@ def _check_names(what: str, names: tuple) -> frozenset[str]:
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
     """`x`, under a name by which a `remat` policy around it can keep it. As JAX's.
 
-    Where nothing asks for names this returns `x` itself. Works under every torch.func transform.
+    By the name, after those of its named scopes, `functron.capture` and `functron.intervene` find
+    it as well. Where nothing asks for names this returns `x` itself. Works under every torch.func
+    transform.
 
     >>> block = remat(lambda w, x: torch.relu(checkpoint_name(x @ w, "hidden")) @ w.mT,
     ...               policy=policies.names("hidden"))
@@ -156,6 +159,7 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"checkpoint_name: got {name!r}; wanted a name that is not empty")
+    x = name_value(x, name)
     if not compat.dispatch_modes_active():
         return x  # only remat and tracing, which are modes, read names
     out: Any = Annotate.apply(CHECKPOINT_NAME, x, name)
