@@ -34,6 +34,7 @@ from functron.models.options import (
     own_attention,
     own_block,
     refuse_mixing,
+    takes_layer,
 )
 from functron.nn import context
 from functron.nn.layers import JOINED, name_columns, sequence_axes
@@ -217,6 +218,7 @@ class Layer:
         window: how many keys a query sees; 0: all before it; an int64 scalar where layers differ.
         keys: four, of dropout after attention and after the feed-forward layer, of jitter, and of
             products that draw random numbers.
+        index: the number of the layer in the model, int64; None where no hook asks for it.
     """
 
     config: GPTConfig
@@ -225,6 +227,7 @@ class Layer:
     rope: Rope | None
     window: int | Tensor
     keys: tuple[Tensor | None, ...]
+    index: Tensor | None = None
 
     def norm(self, weights: dict, name: str, x: Tensor) -> Tensor:
         """The norm of that name, of `norm_names`; x itself where the architecture has none."""
@@ -275,12 +278,13 @@ class Layer:
         hook, sequence, options = self.options.hook("attention"), self.sequence, self.options
         window, cap = self.window, self.config.score_cap
         params = () if hook is None or hook.defs is None else (weights["core"],)
+        own = {"layer": self.index} if takes_layer(hook) else {}
         if sequence.attend is not None:
-            return functools.partial(sequence.attend, *params, window=window, cap=cap)
+            return functools.partial(sequence.attend, *params, window=window, cap=cap, **own)
         if hook is None:
             return sequence.core(options.context, window, options.kernels, cap)
         given = {"window": window, "cap": cap, "kernels": options.kernels}
-        given |= {"positions": sequence.positions, "segments": sequence.segments}
+        given |= {"positions": sequence.positions, "segments": sequence.segments, **own}
         return functools.partial(own_attention, self.config, hook, options, params, given)
 
     def feed_forward(self, weights: dict, x: Tensor) -> tuple[Tensor, Auxiliary | None]:
@@ -292,9 +296,12 @@ class Layer:
         hook, activation = options.hook("mlp"), self.config.activation
         given = {"stream": options.stream, "kernels": options.kernels}
         if hook is not None:
-            whole = functools.partial(hook.apply, activation=activation, **{**given, "stream": P()})
+            given["activation"], numbered = activation, takes_layer(hook)
+            alone = {**given, "stream": P()} | ({"layer": torch.tensor(0)} if numbered else {})
+            whole = functools.partial(hook.apply, **alone)
             refuse_mixing("mlp", whole, weights["mlp"], x, options, gathers=True)
-            return hook.apply(weights["mlp"], x, activation=activation, **given), None
+            own = {"layer": self.index} if numbered else {}
+            return hook.apply(weights["mlp"], x, **given, **own), None
         assert activation != "clamped_swiglu"
         given["matmul"] = self.matmul(weights)
         return nn.mlp(weights["mlp"], x, activation=activation, **given), None
@@ -359,7 +366,8 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
             drawn = random.fold_in(key, 3) if options.matmul.draws else None
             keys = (*random.split(key, 3).unbind(0), drawn)
         reach, rope = own.get("window", window), _select_rope(ropes, own)
-        return body(Layer(config, options, sequence, rope, reach, keys), weights, x)
+        index = own.get("layer")
+        return body(Layer(config, options, sequence, rope, reach, keys, index), weights, x)
 
     gathered = run_gathered(once, options, gather)
 
@@ -404,10 +412,11 @@ def _run_experts(
     return y, Auxiliary(share, sums)
 
 
-def patterns(config: GPTConfig, device: torch.device) -> dict[str, Tensor]:
+def patterns(config: GPTConfig, device: torch.device, options: ModelOptions) -> dict[str, Tensor]:
     """Differences between layers of one stack, beside parameters.
 
     Returns:
+        "layer", int64 ``[num_layers]``, their numbers, if a hook asks for them;
         "window", int64 ``[num_layers]``, if some have one and others not; "unrotated", bool
         ``[num_layers]``, if some have no rotary positions.
     """
@@ -416,7 +425,15 @@ def patterns(config: GPTConfig, device: torch.device) -> dict[str, Tensor]:
         found["window"] = compat.constant(config.windows, device)
     if config.nope_every:
         found["unrotated"] = compat.constant(config.unrotated, device)
+    if _numbers_layers(options):
+        found["layer"] = torch.arange(config.num_layers, device=device)
     return found
+
+
+def _numbers_layers(options: ModelOptions) -> bool:
+    return options.block is not None or any(
+        takes_layer(options.hook(x)) for x in ("attention", "mlp")
+    )
 
 
 def _make_ropes(config: GPTConfig, sequence: Sequence, dtype: torch.dtype) -> tuple[Rope, ...]:
@@ -511,7 +528,7 @@ def stream(
         if options.watch:
             squares = _pad_rows(_squares(x).reshape(1), 0, 1 + config.num_layers)
     assert x is not None
-    differing = patterns(config, x.device)
+    differing = patterns(config, x.device, options)
     for name, layers in config.stacks.items():
         start, stop = max(part.layers.start, layers.start), min(part.layers.stop, layers.stop)
         if start >= stop:
@@ -717,7 +734,9 @@ def _predict_ahead(
         own = None if key is None else random.fold_in(key, config.num_layers + 1 + depth)
         made = block(config, here, inner, gather.at("block"))
         with watched_scope(depth):
-            y, auxiliary = made(_cast_to_stream(config, x), (rows[depth]["block"], own, {}))
+            at = config.num_layers + depth
+            index = {"layer": compat.constant(at, x.device)} if _numbers_layers(options) else {}
+            y, auxiliary = made(_cast_to_stream(config, x), (rows[depth]["block"], own, index))
         return y.to(x.dtype), auxiliary
 
     losses, found = nn.multi_token(

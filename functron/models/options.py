@@ -337,7 +337,8 @@ class ModelOptions:
       values ``[batch, seq, kv_heads, ...]`` of this rank's heads, already normed and rotated, to
       ``[batch, seq, heads, v's last dim]``; causal. It is passed those of the keywords ``window``,
       ``cap``, ``segments``, ``positions``, ``sinks``, ``context`` and ``kernels`` that it has
-      parameters for (see `nn.context_attention`; ``segments`` is None without packed documents); a
+      parameters for (see `nn.context_attention`; ``segments`` is None without packed documents),
+      and ``layer``, the number of its layer, int64, if it has a parameter of that name; a
       run that needs another is refused. Where axes of the mesh split sequences, ranks exchange
       heads for sequence before and after it (Ulysses), so that it sees whole samples in order: four
       all-to-alls, if the heads divide over these ranks; with a parameter ``context`` it gets this
@@ -345,13 +346,14 @@ class ModelOptions:
     * ``router(params, inputs) -> nn.moe.RouterOutput``: the experts of tokens, and a term of the
       loss; see `nn.moe.Router`.
     * ``mlp(params, x, *, activation, stream, kernels) -> y``: as `nn.mlp`, of layers without
-      experts; x and y have spec `stream`.
+      experts; x and y have spec `stream`. With a parameter ``layer`` it gets that number.
     * ``norm(params, x, *, eps, zero_centered, kernels) -> y``: as `nn.norm`, of the stream; norms
       of queries and keys are part of attention's projections and stay.
     * ``block(layer, params, x) -> x``, or ``(x, auxiliary)`` where there are experts: a whole
       block, in the place of `functron.models.decoder.transformer_block`, whose ten lines are made
       of the same methods of `layer` (`functron.models.decoder.Layer`): ``layer.norm``,
-      ``layer.attention``, ``layer.feed_forward``, ``layer.drop``. Where axes of the mesh split
+      ``layer.attention``, ``layer.feed_forward``, ``layer.drop``; ``layer.index`` is its number.
+      Where axes of the mesh split
       sequences x has this rank's tokens, and a block that mixes or chooses tokens by anything but
       these methods is refused; with a parameter ``context`` it reaches across ranks itself.
 
@@ -444,6 +446,11 @@ def keywords_of(function: Callable, offered: Mapping[str, Any]) -> dict[str, Any
         return dict(offered)
     named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     return {name: value for name, value in offered.items() if name in named}
+
+
+def takes_layer(hook: Hook | None) -> bool:
+    """Whether a hook has a parameter for the number of its layer."""
+    return hook is not None and "layer" in inspect.signature(hook.apply).parameters
 
 
 def check_gathered(name: str, size: int, wanted: int) -> None:
@@ -582,7 +589,7 @@ class _OfEachToken:
     def of(cls, layer: Any, lengths: set[int]) -> Any:
         """`layer`, with these methods in place of its own, which add to `lengths`."""
         made = object.__new__(type(cls.__name__, (cls, type(layer)), {}))
-        made.__dict__.update(vars(layer), lengths=lengths)
+        made.__dict__.update(vars(layer), lengths=lengths, index=torch.tensor(0))
         return made
 
     def norm(self, weights: dict, name: str, x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Looking into programs: printing from every rank, drawing specs, and checking derivatives.
 
+`snapshot_donated` keeps the state of a step that is interrupted.
+
 `visualize_sharding` draws how a spec lays a tensor out over a mesh, as text and SVG.
 """
 
@@ -22,12 +24,13 @@ from functron.core.errors import Problem, full_tracebacks, public, raise_problem
 from functron.core.scopes import phase
 from functron.program.recorder import active
 from functron.spmd.axes import BoundAxis, SimulatedAxis, TracedAxis, scope, user_line
+from functron.spmd.donation import snapshot_donated
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import MappedFunction, shard_map
 from functron.spmd.simulate import no_share
 from functron.spmd.spec import P, dim_axes, num_shards, problems
 
-__all__ = ["check_grads", "full_tracebacks", "print", "visualize_sharding"]
+__all__ = ["check_grads", "full_tracebacks", "print", "snapshot_donated", "visualize_sharding"]
 
 
 def visualize_sharding(spec: P, shape: Sequence[int], mesh: Mesh | BoundMesh) -> Drawing:

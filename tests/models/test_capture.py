@@ -241,3 +241,86 @@ def test_tokens_in_another_order_are_refused():
 def test_processes_have_their_parts(torchrun):
     done = torchrun(Path(__file__).with_name("gloo_capture.py"), 4, timeout=120)
     assert "all: ok" in done.stdout
+
+
+def grown(value, name):
+    """What the hooks below do, by a name's number."""
+    return value * (1 + int(name.split("/")[-3]))
+
+
+def numbered_attention(q, k, v, *, layer):
+    return ft.nn.causal_attention(q, k, v) * (1 + layer)
+
+
+def numbered_mlp(params, x, *, activation, stream, kernels, layer):
+    return ft.nn.mlp(params, x, activation=activation, stream=stream) * (1 + layer)
+
+
+def numbered_block(layer, weights, x):
+    x = x + layer.attention(weights, layer.norm(weights, "attention_norm", x))
+    y, _ = layer.feed_forward(weights, layer.norm(weights, "mlp_norm", x))
+    return x + y * (1 + layer.index)
+
+
+HOOKS = {
+    "attention": ({"attention": numbered_attention}, "attention/heads"),
+    "mlp": ({"mlp": numbered_mlp}, "mlp/out"),
+    "block": ({"block": numbered_block}, "mlp/out"),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2, tp=2), Mesh(pp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.pairwise
+def test_hooks_are_told_the_number_of_their_layer(hook, mesh, traced):
+    params, batch = inputs()
+    given, name = HOOKS[hook]
+
+    def dense(w, batch):
+        return gpt.loss(CONFIG, w, batch)
+
+    wanted = ft.intervene(torch.func.grad_and_value(dense), {f"blocks/*/{name}": grown})
+    grads, value = wanted(params, batch)
+    options = ft.ModelOptions(remat="full", **given)
+    specs = specs_on(mesh, CONFIG, options)
+    table = make("1f1b", 2, 2)
+    partition = Partition(even_layout(2, 4), table.pipes, gpt.uses(CONFIG))
+
+    def stage(part, w, x, batch):
+        return gpt.stage_loss(CONFIG, part, w, x, batch, options)
+
+    def program(w, batch):
+        both = ft.value_and_grad(lambda w, batch: gpt.loss(CONFIG, w, batch, options))
+        both = pipelined(stage, partition, table).value_and_grad if mesh["pp"] > 1 else both
+        value, grads = both(w, batch)
+        return value, ft.sync_gradients(grads, specs)
+
+    stages = "pp" if mesh["pp"] > 1 else None
+    f = ft.shard_map(program, mesh, (specs, gpt.batch_specs()), (P(), specs), stages=stages)
+    f = ft.trace(f)(params, batch) if traced else f
+    got, found = f(params, batch)
+    torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-12)
+    for a, b in zip(tree.leaves(found), tree.leaves(grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_a_numbered_attention_generates():
+    params, batch = inputs()
+
+    def cached(q, cache, places, *, layer):
+        seen = torch.arange(cache.k.shape[1]) <= places[:, None, :, None]
+        k, v = (x.repeat_interleave(2, 2) for x in (cache.k, cache.v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 2
+        scores = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", scores, v) * (1 + layer)
+
+    hook = ft.Hook(numbered_attention, cached=cached)
+    made = []
+    for attention in (hook, numbered_attention):
+        options = ft.ModelOptions(attention=attention)
+        tokens = ft.generate(
+            params, CONFIG, batch["tokens"][:2, :3], 4, temperature=0, options=options
+        )
+        made.append(tokens)
+    assert torch.equal(*made)
