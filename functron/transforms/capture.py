@@ -38,8 +38,8 @@ ANY_ROW = "#"
 """In the place of a row's number in names inside of a scan that is one equation."""
 
 
-class Watch(NamedTuple):
-    """What is asked for. A tuple, so that tensors which functions close over are found.
+class ValueWatch(NamedTuple):
+    """The values that are asked for. A tuple, so that tensors that functions close over are found.
 
     Attributes:
         patterns: of names.
@@ -53,7 +53,7 @@ class Watch(NamedTuple):
 
 
 class _Sink:
-    """One run of a function under a `Watch`.
+    """One run of a function under a `ValueWatch`.
 
     Attributes:
         found: what is captured, by name.
@@ -62,7 +62,7 @@ class _Sink:
         depth: how many transforms of torch.func run around it.
     """
 
-    def __init__(self, watch: Watch):
+    def __init__(self, watch: ValueWatch):
         self.watch, self.depth = watch, len(compat.transform_names())
         self.found: dict[str, torch.Tensor] = {}
         self.specs: dict[str, P] = {}
@@ -118,7 +118,7 @@ class _Sink:
         return made
 
     def results(self) -> dict[str, torch.Tensor]:
-        """What was captured, in the order of the program.
+        """The captured values, in the order of the program.
 
         Raises:
             ValueError: a pattern fits no name; with the nearest ones.
@@ -241,7 +241,7 @@ def _refuse_unknown(what: str, patterns: Sequence[str], seen: Iterable[str]) -> 
     )
 
 
-def _watch(f: Callable, watch: Watch) -> Callable:
+def _watch(f: Callable, watch: ValueWatch) -> Callable:
     """`f`, which returns ``(result, captured)``; of replaced values its result alone."""
 
     def watched(*args, **kwargs):
@@ -261,7 +261,7 @@ class _Watched(MappedFunction):
     by a simulation of all ranks on fake tensors.
     """
 
-    def __init__(self, base: MappedFunction, asked: Sequence[tuple[Watch, Mapping[str, P]]]):
+    def __init__(self, base: MappedFunction, asked: Sequence[tuple[ValueWatch, Mapping[str, P]]]):
         vars(self).update(vars(base))
         self.base, self.asked, self._checked = base, tuple(asked), set()
         for watch, _ in asked:
@@ -276,7 +276,7 @@ class _Watched(MappedFunction):
             out = out if watch.replace else out[0]
         return out
 
-    def also(self, watch: Watch, specs: Mapping[str, P]) -> _Watched:
+    def also(self, watch: ValueWatch, specs: Mapping[str, P]) -> _Watched:
         """The same, with this besides."""
         return _Watched(self.base, (*self.asked, (watch, specs)))
 
@@ -394,10 +394,10 @@ def capture(f: Callable, *patterns: str, specs: Mapping[str, P] | None = None) -
     >>> values["blocks/3/attention/out"].shape
 
     A value has the name that `checkpoint_name` gives it, after those of the scopes
-    (`ft.named_scope`) and the numbers of the loops (`ft.scan`, microbatches) that it is in;
-    decoders name theirs (`functron.models.decoder.transformer_block`). Values are results as any
-    other: differentiated, mapped, traced and compiled with `f`, and computed under remat and in
-    scans as without this. Put `ft.jit` and `ft.trace` outermost.
+    (`functron.named_scope`) and the numbers of the loops (`functron.scan`, microbatches) that it is
+    in; decoders name theirs (`functron.models.decoder.transformer_block`). Values are results as
+    any other: differentiated, mapped, traced and compiled with `f`, and computed under remat and in
+    scans as without this. Put `functron.jit` and `functron.trace` outermost.
 
     Of what `shard_map` returned, also by `make_step`, they are put together as its results are:
     global values on a simulated mesh, this rank's parts on a bound one. Of a function inside a
@@ -417,7 +417,7 @@ def capture(f: Callable, *patterns: str, specs: Mapping[str, P] | None = None) -
         TypeError: a compiled function is called, in which no value has a name any more.
     """
     _check_patterns("capture", patterns)
-    return _ask(f, Watch(patterns, (), ()), specs or {})
+    return _ask(f, ValueWatch(patterns, (), ()), specs or {})
 
 
 @public
@@ -445,7 +445,7 @@ def intervene(f: Callable, replace: Mapping[str, Callable]) -> Callable:
         ],
         TypeError,
     )
-    return _ask(f, Watch(tuple(replace), tuple(replace.values()), ()), {})
+    return _ask(f, ValueWatch(tuple(replace), tuple(replace.values()), ()), {})
 
 
 def _check_patterns(what: str, patterns: Sequence[str]) -> None:
@@ -453,7 +453,7 @@ def _check_patterns(what: str, patterns: Sequence[str]) -> None:
         raise ValueError(f'{what}: got no patterns; wanted some, such as "blocks/*/attention/out"')
 
 
-def _ask(f: Callable, watch: Watch, specs: Mapping[str, P]) -> Callable:
+def _ask(f: Callable, watch: ValueWatch, specs: Mapping[str, P]) -> Callable:
     if isinstance(f, _Watched):
         return f.also(watch, specs)
     if isinstance(f, MappedFunction):
