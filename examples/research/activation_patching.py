@@ -7,7 +7,7 @@ from functron import P, gpt, lax
 
 mesh = ft.Mesh(dp=2, tp=2)
 
-config = gpt.GPTConfig(vocab_size=60, num_layers=4, embed_dim=32, num_heads=4, mlp_dim=64,
+config = gpt.GPTConfig(vocab_size=60, num_layers=3, embed_dim=32, num_heads=4, mlp_dim=64,
                        max_seq=8, init_stddev=0.3, dtype="float64")  # fmt: skip
 defs, options = gpt.defs(config), ft.ModelOptions(remat="full")
 specs = ft.param_specs(defs, gpt.rules(config, mesh))

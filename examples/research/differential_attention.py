@@ -11,7 +11,7 @@ from functron import gpt, optim
 mesh = ft.Mesh(dp=2, tp=2)
 
 config = gpt.GPTConfig(vocab_size=64, num_layers=3, embed_dim=32, num_heads=4, mlp_dim=64,
-                       max_seq=32, init_stddev=0.2, rope_pairs="neighbours", dtype="float64")  # fmt: skip
+                       init_stddev=0.2, rope_pairs="neighbours", dtype="float64")  # fmt: skip
 text = torch.tensor(list(b"Everything should be made as simple as possible. " * 8))[:264] % 64
 
 

@@ -1,6 +1,6 @@
 """A diffusion transformer (Peebles and Xie 2023): adaLN-zero blocks that learn to undo noise."""
 
-import functools
+from functools import partial
 
 import torch
 from torch.nn.functional import layer_norm
@@ -18,11 +18,10 @@ shapes = {"in": (4, WIDTH), "places": (PATCHES, WIDTH), "out": (WIDTH, 4)}
 defs = {k: ft.ParamDef(s, (None, None), ft.params.Normal(0.1), DTYPE) for k, s in shapes.items()}
 defs["blocks"] = ft.params.stack({
     "attention": nn.attention_defs(config, **init),
-    "mlp": nn.mlp_defs(WIDTH, 4 * WIDTH, gated=False, **init),
+    "mlp": nn.mlp_defs(WIDTH, 4 * WIDTH, gated=False, bias=False, **init),
     "modulation": ft.ParamDef((WIDTH, 6 * WIDTH), (None, None), ft.params.zeros, DTYPE),
 }, 2)  # fmt: skip
 specs = ft.param_specs(defs, ft.Rules({"heads": "tp", "kv_heads": "tp", "mlp": "tp"}))
-both_ways = functools.partial(attention, causal=False)
 
 
 def velocity(w, x, time):
@@ -32,7 +31,10 @@ def velocity(w, x, time):
 
     def block(x, w):
         a, b, c, d, e, f = (when @ w["modulation"])[:, None].chunk(6, -1)
-        y, given = layer_norm(x, (WIDTH,)) * (1 + a) + b, {"rope": None, "core": both_ways}
+        y, given = (
+            layer_norm(x, (WIDTH,)) * (1 + a) + b,
+            {"rope": None, "core": partial(attention, causal=False)},
+        )
         x = x + c * nn.self_attention(w["attention"], y, config, stream=stream, **given)
         y = layer_norm(x, (WIDTH,)) * (1 + d) + e
         return x + f * nn.mlp(w["mlp"], y, activation="gelu", stream=stream), None
@@ -48,8 +50,8 @@ def loss(w, batch, key):
 
 keys = ft.random.split(ft.random.key(1), 3).unbind(0)
 image = (ft.random.uniform(keys[0], (COUNT, 1), DTYPE) * 6 + torch.arange(PATCHES * 4) / 5).sin()
-batch = {"image": image.view(COUNT, PATCHES, 4), "time": ft.random.uniform(keys[1], (COUNT,), DTYPE),
-         "noise": ft.random.normal(keys[2], (COUNT, PATCHES, 4), DTYPE)}  # fmt: skip
+batch = {"image": image.view(COUNT, PATCHES, 4), "time": ft.random.uniform(keys[1], (16,), DTYPE)}
+batch["noise"] = ft.random.normal(keys[2], (COUNT, PATCHES, 4), DTYPE)
 gradients, optimizer = ft.mean_gradients(loss, lambda batch: COUNT, draws=False), optim.adamw(3e-3)
 step = ft.make_step(gradients, optimizer, mesh, specs)
 state, result = ft.init_state(ft.random.key(0), defs, specs, optimizer, mesh), []

@@ -20,11 +20,14 @@ def dot(a, b):
     )
 
 
+def add(v, factor, u):
+    return ft.tree.map(lambda a, b: a + factor * b, v, u)
+
+
 def gauss_newton(w, x, v):
     """J^T H J v of the mean squared error, whose H is 2 / count."""
-    f = lambda w: model(w, x)
-    _, tangent = torch.func.jvp(f, (w,), (v,))
-    _, pull = ft.vjp(f, w)
+    _, tangent = torch.func.jvp(lambda w: model(w, x), (w,), (v,))
+    _, pull = ft.vjp(lambda w: model(w, x), w)
     count = tangent.numel() * lax.axis_size("dp")
     (share,) = pull(2 / count * tangent / lax.axis_size("tp"))  # all ranks of tp have the output
     return ft.sync_gradients(share, specs)
@@ -34,12 +37,12 @@ def lanczos(w, x, v, steps=12):
     """The eigenvalues of the tridiagonal matrix, with all vectors made orthogonal again."""
     basis, diagonal, beside = [], [], []
     for _ in range(steps):
-        v = ft.tree.map(lambda leaf, norm=dot(v, v).sqrt(): leaf / norm, v)
+        v = add(v, 1 / dot(v, v).sqrt() - 1, v)
         basis.append(v)
         v = gauss_newton(w, x, v)
         diagonal.append(dot(v, basis[-1]))
         for u in [*basis, *basis]:
-            v = ft.tree.map(lambda a, b, by=dot(u, v): a - by * b, v, u)
+            v = add(v, -dot(u, v), u)
         beside.append(dot(v, v).sqrt())
     beside = torch.stack(beside[:-1]).diag(1)
     return torch.linalg.eigvalsh(torch.stack(diagonal).diag() + beside + beside.mT).flip(0)

@@ -1,4 +1,4 @@
-"""GRPO (Shao et al. 2024): groups of samples, judged against their own mean, and two clipped steps."""
+"""GRPO (Shao et al. 2024): groups of samples judged by their mean, and two clipped steps."""
 
 import torch
 
@@ -7,9 +7,9 @@ from functron import P, gpt, lax, nn, optim
 
 mesh = ft.Mesh(dp=2, tp=2)
 
-config = gpt.GPTConfig(vocab_size=16, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64,
+config = gpt.GPTConfig(vocab_size=16, num_layers=1, embed_dim=32, num_heads=4, mlp_dim=64,
                        max_seq=16, init_stddev=0.2, dtype="float64")  # fmt: skip
-PROMPTS, GROUP, PROMPT, NEW, WANTED, BETA = 4, 8, 4, 8, 3, 0.02
+PROMPTS, GROUP, PROMPT, NEW, WANTED, BETA = 4, 8, 4, 6, 3, 0.02
 defs, optimizer = gpt.defs(config), optim.adamw(1e-2)
 specs = ft.param_specs(defs, gpt.rules(config, mesh))
 
@@ -34,14 +34,13 @@ def loss(w, batch, key):
 rows = P("dp")
 read = ft.shard_map(log_probs, mesh, (specs, rows), rows)
 count = PROMPTS * GROUP * NEW
-step = ft.make_step(
-    ft.mean_gradients(loss, lambda batch: count, draws=False), optimizer, mesh, specs
-)
+gradients = ft.mean_gradients(loss, lambda batch: count, draws=False)
+step = ft.make_step(gradients, optimizer, mesh, specs)
 state = ft.init_state(ft.random.key(0), defs, specs, optimizer, mesh)
 reference = ft.init_params(ft.random.split(ft.random.key(0)).unbind(0)[0], defs)
 prompts = ft.random.randint(ft.random.key(1), (PROMPTS, PROMPT), 0, 16).repeat_interleave(GROUP, 0)
 result = []
-for turn in range(6):
+for turn in range(4):
     key = ft.random.fold_in(ft.random.key(2), turn)
     tokens = ft.generate(state.params, config, prompts, NEW, key=key, mesh=mesh)
     reward = (tokens[:, PROMPT:] == WANTED).double().mean(1).view(PROMPTS, GROUP)

@@ -1,4 +1,4 @@
-"""Mixture of depths (Raposo et al. 2024): a block computes half of a sequence's tokens, its choice."""
+"""Mixture of depths (Raposo et al. 2024): a block chooses half of the tokens."""
 
 import torch
 
@@ -9,7 +9,7 @@ from functron.models.decoder import block_defs
 mesh = ft.Mesh(dp=2, tp=2)
 
 config = gpt.GPTConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64,
-                       max_seq=32, init_stddev=0.2, positions="learned", dtype="float64")  # fmt: skip
+                       max_seq=32, positions="learned", dtype="float64")  # fmt: skip
 text = torch.tensor(list(b"Everything should be made as simple as possible. " * 8))[:264] % 64
 
 

@@ -1,4 +1,4 @@
-"""Muon's orthogonalisation of matrices that tp splits: one product of a rank's columns is summed."""
+"""Muon's orthogonalisation of matrices that tp splits: ranks sum the products of their columns."""
 
 import torch
 

@@ -1,7 +1,5 @@
 """A pipeline schedule of one's own: backward as soon as it can be, and few activations at once."""
 
-import torch
-
 import functron as ft
 from functron import P, gpt
 from functron.pipeline import Action, Partition, even_layout, place
