@@ -76,7 +76,7 @@ def test_equals_the_same_without_ranks(name, on_mesh):
 @pytest.mark.parametrize("name", ["differential_attention", "mixture_of_depths", "dit"])
 def test_learns(name, on_mesh):
     losses = on_mesh(name)["result"]
-    assert losses[-1] < 0.6 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_own_schedule_gives_the_gradients_of_a_dense_loss(on_mesh):

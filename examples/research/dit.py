@@ -13,6 +13,7 @@ mesh = ft.Mesh(dp=2, tp=2)
 
 WIDTH, PATCHES, COUNT, DTYPE = 32, 16, 16, torch.float64
 config, stream = nn.AttentionConfig(embed_dim=WIDTH, num_heads=4), P("dp")
+given = {"rope": None, "stream": stream, "core": partial(attention, causal=False)}
 init = {"stddev": 0.1, "out_stddev": 0.1, "dtype": DTYPE}
 shapes = {"in": (4, WIDTH), "places": (PATCHES, WIDTH), "out": (WIDTH, 4)}
 defs = {k: ft.ParamDef(s, (None, None), ft.params.Normal(0.1), DTYPE) for k, s in shapes.items()}
@@ -25,17 +26,13 @@ specs = ft.param_specs(defs, ft.Rules({"heads": "tp", "kv_heads": "tp", "mlp": "
 
 
 def velocity(w, x, time):
-    """What is predicted of patches ``[batch, patches, 4]`` at times ``[batch]``."""
     waves = time[:, None] * 2.0 ** torch.arange(WIDTH // 2)
     when = torch.cat([waves.sin(), waves.cos()], -1)
 
     def block(x, w):
         a, b, c, d, e, f = (when @ w["modulation"])[:, None].chunk(6, -1)
-        y, given = (
-            layer_norm(x, (WIDTH,)) * (1 + a) + b,
-            {"rope": None, "core": partial(attention, causal=False)},
-        )
-        x = x + c * nn.self_attention(w["attention"], y, config, stream=stream, **given)
+        y = layer_norm(x, (WIDTH,)) * (1 + a) + b
+        x = x + c * nn.self_attention(w["attention"], y, config, **given)
         y = layer_norm(x, (WIDTH,)) * (1 + d) + e
         return x + f * nn.mlp(w["mlp"], y, activation="gelu", stream=stream), None
 
