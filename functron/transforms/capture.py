@@ -31,7 +31,7 @@ from functron.program.recorder import aside
 from functron.spmd.axes import Scope, enter, scope
 from functron.spmd.mesh import BoundMesh
 from functron.spmd.shard_map import MappedFunction
-from functron.spmd.simulate import run_ranks, varying_axes
+from functron.spmd.simulate import explain_error, run_ranks, varying_axes
 from functron.spmd.spec import P, as_entry, dim_axes, global_shape, spec_axes
 
 ANY_ROW = "#"
@@ -125,6 +125,10 @@ class _Sink:
         """
         what = "intervene" if self.watch.replace else "capture"
         _refuse_unknown(what, self.watch.patterns, self.seen)
+        return self.ordered()
+
+    def ordered(self) -> dict[str, torch.Tensor]:
+        """The same, unchecked."""
         return {name: self.found[name] for name in self.seen if name in self.found}
 
     def take(self, inner: _Sink) -> None:
@@ -241,14 +245,17 @@ def _refuse_unknown(what: str, patterns: Sequence[str], seen: Iterable[str]) -> 
     )
 
 
-def _watch(f: Callable, watch: ValueWatch) -> Callable:
-    """`f`, which returns ``(result, captured)``; of replaced values its result alone."""
+def _watch(f: Callable, watch: ValueWatch, *, checked: bool = True) -> Callable:
+    """`f`, which returns ``(result, captured)``; of replaced values its result alone.
+
+    Without `checked`, a pattern may fit no name.
+    """
 
     def watched(*args, **kwargs):
         sink = _Sink(watch._replace(axes=tuple(a for a, axis in scope().axes.items() if axis)))
         with set_during(watchers, (*watchers.get(), sink)):
             out = f(*args, **kwargs)
-        found = sink.results()
+        found = sink.results() if checked else sink.ordered()
         return out if watch.replace else (out, found)
 
     return functools.wraps(f)(watched)
@@ -265,7 +272,7 @@ class _Watched(MappedFunction):
         vars(self).update(vars(base))
         self.base, self.asked, self._checked = base, tuple(asked), set()
         for watch, _ in asked:
-            self.f = _watch(self.f, watch)
+            self.f = _watch(self.f, watch, checked=False)  # which `_simulate_names` has done
         self._known: dict[Any, Any] = {}
         if (observe := base.observe) is not None:
             self.observe = lambda args, out: observe(args, self._strip(out))
@@ -338,7 +345,12 @@ class _Watched(MappedFunction):
             ])  # fmt: skip
             empty = [next(made) if isinstance(x, torch.Tensor) else x for x in leaves]
             program = functools.partial(probe._compute, run, structure, None)
-            run_ranks(program, self._mapped.mesh, empty, specs, check=False)
+            try:
+                run_ranks(program, self._mapped.mesh, empty, specs, check=False)
+            except (RuntimeError, KeyError) as error:
+                if (means := explain_error(error)) is None:
+                    raise
+                raise ValueError(means).with_traceback(error.__traceback__) from None
         return rows
 
 
@@ -400,9 +412,10 @@ def capture(f: Callable, *patterns: str, specs: Mapping[str, P] | None = None) -
     scans as without this. Put `functron.jit` and `functron.trace` outermost.
 
     Of what `shard_map` returned, also by `make_step`, they are put together as its results are:
-    global values on a simulated mesh, this rank's parts on a bound one. Of a function inside a
-    mapped program they are the rank's own. Under a pipeline they are those of each stage: on
-    processes, those of this rank's. Under accumulation and pipelines names begin with
+    global values on a simulated mesh, this rank's parts on a bound one; before the first call with
+    a signature `f` runs once on fake tensors, to find them. Of a function inside a mapped program
+    they are the rank's own. Under a pipeline they are those of each stage: on processes, those of
+    this rank's, which may be none. Under accumulation and pipelines names begin with
     ``microbatches/`` and a number.
 
     Args:

@@ -75,6 +75,8 @@ def value_and_grad(
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         if (keep := keeper()) is not None:
             _refuse_axes(axes)
+            if relay := Relay():
+                return _relay_gradients(relay, f, argnums, has_aux, args, kwargs)
             value, grads = keep.value_and_grad(f, positions, has_aux, args, kwargs)
             return value, grads[0] if isinstance(argnums, int) else grads
         chosen = tuple(args[position] for position in positions)
@@ -101,6 +103,22 @@ def value_and_grad(
         return ((value, outside.fill(aux)) if has_aux else value), grads
 
     return wrapped
+
+
+def _relay_gradients(relay: Relay, f: Callable, argnums, has_aux: bool, args, kwargs) -> tuple:
+    """`value_and_grad` of a function that is kept whole, whose captured values are auxiliary."""
+    inner = relay.around(f)
+
+    def with_values(*args, **kwargs) -> tuple:
+        out, captured = inner(*args, **kwargs)
+        value, aux = out if has_aux else (out, None)
+        return value, (aux, captured)
+
+    with unwatched():
+        both = value_and_grad(with_values, argnums, has_aux=True)
+        (value, (aux, captured)), grads = both(*args, **kwargs)
+    relay.take(captured)
+    return ((value, aux) if has_aux else value), grads
 
 
 @public

@@ -268,3 +268,32 @@ def test_a_custom_backward_is_not_looked_into():
     out, values = ft.capture(lambda x: ft.checkpoint_name(f(x).sum(), "sum"), "*")(x)
     assert [*values] == ["sum"]
     assert out == 2
+
+
+@pytest.mark.parametrize("remat", ["full", "named"])
+def test_a_partitioned_function_is_captured_inside(remat):
+    """`ft.partition` keeps rematerialised and differentiated functions whole."""
+    w, x = weights()
+
+    def gradients(w, x):
+        return ft.value_and_grad(lambda w, x: model(remat)(w, x).square().sum())(w, x)
+
+    def program(w, x):
+        return ft.capture(gradients, "*")(w, x)
+
+    f = ft.partition(program, Mesh(dp=2), in_specs=(P(), P("dp")), out_specs=P())
+    (value, grads), values = f(w, x)
+    close(values, dense(w, x)[1])
+    wanted = torch.func.grad_and_value(lambda w: dense(w, x)[0].square().sum())(w)
+    torch.testing.assert_close(value, wanted[1], rtol=1e-12, atol=1e-12)
+    for a, b in zip(tree.leaves(grads), tree.leaves(wanted[0]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_program_that_needs_numbers_is_explained():
+    def f(x):
+        return ft.checkpoint_name(x, "x") if x.sum() > 0 else x
+
+    mapped = ft.shard_map(f, Mesh(dp=2), P("dp"), P("dp"))
+    with pytest.raises(ValueError, match="asks for the number in a tensor"):
+        ft.capture(mapped, "x")(torch.ones(2))
