@@ -34,8 +34,8 @@ def loss(w, batch, key):
 
 
 tokens = ft.random.randint(ft.random.key(2), (8, 16), 0, 60)
-over = {"draws": False, "checks_sum": False}
-optimizer, gradients = optim.adamw(3e-3), ft.mean_gradients(loss, lambda batch: 8 * 16, **over)
+gradients = ft.mean_gradients(loss, lambda batch: 8 * 16, draws=False, checks_sum=False)
+optimizer = optim.adamw(3e-3)
 given = {"tokens": P("dp"), "weights": specs["of"]}
 step = ft.make_step(gradients, optimizer, mesh, specs["own"], batch_specs=given)
 state = ft.init_state(ft.random.key(0), defs["own"], specs["own"], optimizer, mesh)

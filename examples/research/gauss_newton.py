@@ -15,9 +15,8 @@ def model(w, x):
 
 def dot(a, b):
     """The inner product of two trees of which ranks have parts."""
-    return sum(
-        lax.psum((a[name] * b[name]).sum(), ft.spmd.spec_axes(spec)) for name, spec in specs.items()
-    )
+    axes = {name: ft.spmd.spec_axes(spec) for name, spec in specs.items()}
+    return torch.stack([lax.psum((a[k] * b[k]).sum(), axes[k]) for k in specs]).sum()
 
 
 def add(v, factor, u):
@@ -26,7 +25,7 @@ def add(v, factor, u):
 
 def gauss_newton(w, x, v):
     """J^T H J v of the mean squared error, whose H is 2 / count."""
-    _, tangent = torch.func.jvp(lambda w: model(w, x), (w,), (v,))
+    tangent = torch.func.jvp(lambda w: model(w, x), (w,), (v,))[1]
     _, pull = ft.vjp(lambda w: model(w, x), w)
     count = tangent.numel() * lax.axis_size("dp")
     (share,) = pull(2 / count * tangent / lax.axis_size("tp"))  # all ranks of tp have the output

@@ -265,7 +265,8 @@ def transform_names() -> list[str]:
 def leave_transforms(value: torch.Tensor, depth: int) -> torch.Tensor:
     """`value` as all running transforms but the outermost `depth` return it: batch dims first."""
     with contextlib.ExitStack() as lowered:
-        for each in reversed(retrieve_all_functorch_interpreters()[depth:]):
+        running: list[Any] = retrieve_all_functorch_interpreters()[depth:]
+        for each in reversed(running):
             value, level, dim = unwrap_if_dead(value), each.level(), None
             if mapped := each.key() == TransformType.Vmap:
                 value, dim = functorch._unwrap_batched(value, level)
@@ -359,8 +360,7 @@ def is_orphan(value: torch.Tensor) -> bool:
     told apart by the kind of the level and by its size.
     """
     batched = [x for x in _wrappers(value) if functorch.is_batchedtensor(x)]
-    levels = retrieve_all_functorch_interpreters() if batched else []
-    running = {each.level(): each for each in levels}
+    running: Any = {x.level(): x for x in retrieve_all_functorch_interpreters()} if batched else {}
     for x in batched:
         own = running.get(level_of(x))
         size = functorch.get_unwrapped(x).shape[functorch.maybe_get_bdim(x)]

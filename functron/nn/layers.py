@@ -133,7 +133,7 @@ def name_columns(y: Tensor, name: str, stream: P, axis: str = "tp") -> Tensor:
     """
     if not is_watched():
         return y
-    tokens = [name for name in sequence_axes(stream) if name != axis]
+    tokens = tuple(each for each in sequence_axes(stream) if each != axis)
     return name_value(y, name, P(stream[0] if len(stream) else None, tokens, axis))
 
 
