@@ -23,7 +23,7 @@ LINES = {
     "data": 12_000,
     "precision": 19_000,
     "optim": 20_500,
-    "nn": 23_000,
+    "nn": 23_500,
     "models.gpt": 35_500,
     "models": 42_000,
     "checkpoint": 13_000,
