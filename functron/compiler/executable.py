@@ -58,7 +58,13 @@ from functron.program.equations import (
 from functron.program.interpreter import refuse_derivatives
 from functron.program.overlap import arrange_block
 from functron.spmd.axes import raise_lost, user_line
-from functron.spmd.donation import Donated, Donation, check_consumable, describe_fate
+from functron.spmd.donation import (
+    Donated,
+    Donation,
+    check_consumable,
+    describe_fate,
+    keeps_snapshots,
+)
 from functron.spmd.mesh import BoundMesh, JointCall, Mesh
 
 
@@ -231,6 +237,12 @@ class Executable:
             tensors: the operands; the list is consumed.
         """
         check_consumable(tensors, self._donated)
+        if self._donated and keeps_snapshots() and isinstance(self._routine, Graph):
+            raise ValueError(
+                f"{self.program.name}: got a CUDA graph within snapshot_donated; wanted a program "
+                "that is given copies, and a graph updates the memory that it was recorded with; "
+                "fix: leave graph=True out"
+            )
         # collectives of compiled code are not counted, so how far others came is not known
         with (
             JointCall(self.program.name, self._mesh, alike=False) as call,

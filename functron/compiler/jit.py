@@ -21,6 +21,7 @@ from functron.core.errors import (
     raise_problems,
     refuse,
 )
+from functron.core.scopes import watchers
 from functron.core.tables import Table, shows_table
 from functron.program.equations import TensorType, canonical_strides
 from functron.program.overlap import divide_sequences
@@ -154,6 +155,12 @@ class Jitted:
             )
         if active() is not None:  # a part of a larger program
             return self.fn(*args)
+        if watchers.get():
+            raise TypeError(
+                f"capture or intervene around the compiled function {self.name}: its values have "
+                "no names any more; wanted them around what is compiled; fix: "
+                "ft.jit(ft.capture(f, ...))"
+            )
         leaves, structure = tree.flatten(args)
         with unwinding():
             if isinstance(self.fn, MappedFunction) and self.fn.aside is not None:

@@ -36,15 +36,8 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
     temporarily_restore_interpreter_stack,
 )
-from torch._functorch.utils import (
-    enable_single_level_autograd_function,
-    unwrap_dead_wrappers,
-)
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
+from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
@@ -261,16 +254,27 @@ def keeps_graph() -> bool:
 
 def transform_levels() -> set[int]:
     """The levels of the torch.func transforms that are running."""
-    if not transforms_active():
-        return set()
     return {interpreter.level() for interpreter in retrieve_all_functorch_interpreters()}
 
 
 def transform_names() -> list[str]:
     """The torch.func transforms that are running, from the outermost: vmap, grad or jvp."""
-    if not transforms_active():
-        return []
     return [level.key().name.lower() for level in retrieve_all_functorch_interpreters()]
+
+
+def leave_transforms(value: torch.Tensor, depth: int) -> torch.Tensor:
+    """`value` as all running transforms but the outermost `depth` return it: batch dims first."""
+    with contextlib.ExitStack() as lowered:
+        running: list[Any] = retrieve_all_functorch_interpreters()[depth:]
+        for each in reversed(running):
+            value, level, dim = unwrap_if_dead(value), each.level(), None
+            if mapped := each.key() == TransformType.Vmap:
+                value, dim = functorch._unwrap_batched(value, level)
+            else:
+                value = functorch._unwrap_for_grad(value, level)
+            lowered.enter_context(each.lower())
+            value = leading(value, dim, each.batch_size()) if mapped else value
+    return value
 
 
 def differentiating() -> bool:
@@ -356,9 +360,7 @@ def is_orphan(value: torch.Tensor) -> bool:
     told apart by the kind of the level and by its size.
     """
     batched = [x for x in _wrappers(value) if functorch.is_batchedtensor(x)]
-    running: dict[int, Any] = {}
-    if batched and transforms_active():
-        running = {each.level(): each for each in retrieve_all_functorch_interpreters()}
+    running: Any = {x.level(): x for x in retrieve_all_functorch_interpreters()} if batched else {}
     for x in batched:
         own = running.get(level_of(x))
         size = functorch.get_unwrapped(x).shape[functorch.maybe_get_bdim(x)]

@@ -52,6 +52,9 @@ in_scopes = functools.partial(set_during, _names)
 in_phase = functools.partial(set_during, _phase)
 """``in_phase(phase)``: a with block in which what runs is forward, recompute or backward."""
 
+watchers: contextvars.ContextVar[tuple] = contextvars.ContextVar("functron_watchers", default=())
+"""Who asks for named values where a function runs (`functron.transforms.capture`)."""
+
 scope_names = _names.get
 """``scope_names()``: the named scopes in force, outermost first."""
 

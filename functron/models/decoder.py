@@ -34,9 +34,10 @@ from functron.models.options import (
     own_attention,
     own_block,
     refuse_mixing,
+    takes_layer,
 )
 from functron.nn import context
-from functron.nn.layers import sequence_axes
+from functron.nn.layers import name_columns, sequence_axes
 from functron.nn.moe import RouterSums, moe, moe_defs
 from functron.pipeline.partition import Part
 from functron.precision import history_def
@@ -45,6 +46,7 @@ from functron.spmd import collectives as lax
 from functron.spmd.spec import spec_axes
 from functron.transforms import Gather, policies
 from functron.transforms import remat as rematerialise
+from functron.transforms.capture import name_value, watched_scope
 from functron.transforms.parameter_gather import without_codes
 from functron.transforms.scan import scan_in_turn
 
@@ -216,6 +218,7 @@ class Layer:
         window: how many keys a query sees; 0: all before it; an int64 scalar where layers differ.
         keys: four, of dropout after attention and after the feed-forward layer, of jitter, and of
             products that draw random numbers.
+        index: the number of the layer in the model, int64; None where no hook asks for it.
     """
 
     config: GPTConfig
@@ -224,6 +227,7 @@ class Layer:
     rope: Rope | None
     window: int | Tensor
     keys: tuple[Tensor | None, ...]
+    index: Tensor | None = None
 
     def norm(self, weights: dict, name: str, x: Tensor) -> Tensor:
         """The norm of that name, of `norm_names`; x itself where the architecture has none."""
@@ -274,12 +278,13 @@ class Layer:
         hook, sequence, options = self.options.hook("attention"), self.sequence, self.options
         window, cap = self.window, self.config.score_cap
         params = () if hook is None or hook.defs is None else (weights["core"],)
+        own = {"layer": self.index} if takes_layer(hook) else {}
         if sequence.attend is not None:
-            return functools.partial(sequence.attend, *params, window=window, cap=cap)
+            return functools.partial(sequence.attend, *params, window=window, cap=cap, **own)
         if hook is None:
             return sequence.core(options.context, window, options.kernels, cap)
         given = {"window": window, "cap": cap, "kernels": options.kernels}
-        given |= {"positions": sequence.positions, "segments": sequence.segments}
+        given |= {"positions": sequence.positions, "segments": sequence.segments, **own}
         return functools.partial(own_attention, self.config, hook, options, params, given)
 
     def feed_forward(self, weights: dict, x: Tensor) -> tuple[Tensor, Auxiliary | None]:
@@ -291,9 +296,12 @@ class Layer:
         hook, activation = options.hook("mlp"), self.config.activation
         given = {"stream": options.stream, "kernels": options.kernels}
         if hook is not None:
-            whole = functools.partial(hook.apply, activation=activation, **{**given, "stream": P()})
+            given["activation"], numbered = activation, takes_layer(hook)
+            alone = {**given, "stream": P()} | ({"layer": torch.tensor(0)} if numbered else {})
+            whole = functools.partial(hook.apply, **alone)
             refuse_mixing("mlp", whole, weights["mlp"], x, options, gathers=True)
-            return hook.apply(weights["mlp"], x, activation=activation, **given), None
+            own = {"layer": self.index} if numbered else {}
+            return hook.apply(weights["mlp"], x, **given, **own), None
         assert activation != "clamped_swiglu"
         given["matmul"] = self.matmul(weights)
         return nn.mlp(weights["mlp"], x, activation=activation, **given), None
@@ -316,16 +324,24 @@ def transformer_block(layer: Layer, weights: dict, x: Tensor) -> tuple[Tensor, A
 
     Norms are before or after these as `GPTConfig.sublayer_norms` has it; `ModelOptions.block` takes
     a function of the same arguments.
+
+    Names of values, for `functron.capture`, with the stack and the row before them, as
+    ``blocks/3/attention/out``: ``attention/q``, ``k``, ``v`` and ``heads`` (which the last
+    projection takes), ``attention/out`` and ``mlp/out`` or ``moe/out`` (which are added to the
+    stream), ``mlp/hidden``, and the stream after the block, ``out``. Around the blocks there are
+    ``embed/out``, ``norm/out`` and the logits, ``unembed/out``.
     """
+    stream = layer.options.stream
     with named_scope("attention"):
         y = layer.norm(weights, "attention_norm", x)
         y = layer.attention(weights, y)
         y = layer.drop(layer.norm(weights, "attention_out_norm", y), 0)
+        y = name_value(y, "out", stream)
     with named_scope("moe" if "moe" in weights else "mlp"):
         y, x = layer.add_norm(weights, "mlp_norm", y, x)
         y, auxiliary = layer.feed_forward(weights, y)
         y = layer.norm(weights, "mlp_out_norm", y)
-        return x + layer.drop(y, 1), auxiliary
+        return x + name_value(layer.drop(y, 1), "out", stream), auxiliary
 
 
 def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: Gather) -> Callable:
@@ -350,14 +366,16 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
             drawn = random.fold_in(key, 3) if options.matmul.draws else None
             keys = (*random.split(key, 3).unbind(0), drawn)
         reach, rope = own.get("window", window), _select_rope(ropes, own)
-        return body(Layer(config, options, sequence, rope, reach, keys), weights, x)
+        index = own.get("layer")
+        return body(Layer(config, options, sequence, rope, reach, keys, index), weights, x)
 
     gathered = run_gathered(once, options, gather)
 
     def step(x: Tensor, row: tuple) -> tuple[Tensor, Auxiliary | None]:
         # torch's products read no codes
         weights = without_codes(row[0]) if options.matmul is nn.MATMUL else row[0]
-        return gathered(weights, x, *row[1:])
+        x, auxiliary = gathered(weights, x, *row[1:])
+        return name_value(x, "out", options.stream), auxiliary
 
     return step
 
@@ -394,10 +412,11 @@ def _run_experts(
     return y, Auxiliary(share, sums)
 
 
-def patterns(config: GPTConfig, device: torch.device) -> dict[str, Tensor]:
+def patterns(config: GPTConfig, device: torch.device, options: ModelOptions) -> dict[str, Tensor]:
     """Differences between layers of one stack, beside parameters.
 
     Returns:
+        "layer", int64 ``[num_layers]``, their numbers, if a hook asks for them;
         "window", int64 ``[num_layers]``, if some have one and others not; "unrotated", bool
         ``[num_layers]``, if some have no rotary positions.
     """
@@ -406,7 +425,15 @@ def patterns(config: GPTConfig, device: torch.device) -> dict[str, Tensor]:
         found["window"] = compat.constant(config.windows, device)
     if config.nope_every:
         found["unrotated"] = compat.constant(config.unrotated, device)
+    if _numbers_layers(options):
+        found["layer"] = torch.arange(config.num_layers, device=device)
     return found
+
+
+def _numbers_layers(options: ModelOptions) -> bool:
+    return options.block is not None or any(
+        takes_layer(options.hook(x)) for x in ("attention", "mlp")
+    )
 
 
 def _make_ropes(config: GPTConfig, sequence: Sequence, dtype: torch.dtype) -> tuple[Rope, ...]:
@@ -497,10 +524,11 @@ def stream(
     if part.embed:
         with named_scope("embed"):
             x = embedded(config, weights, sequence, options, None if keys is None else keys[-1])
+            x = name_value(x, "out", options.stream)
         if options.watch:
             squares = _pad_rows(_squares(x).reshape(1), 0, 1 + config.num_layers)
     assert x is not None
-    differing = patterns(config, x.device)
+    differing = patterns(config, x.device, options)
     for name, layers in config.stacks.items():
         start, stop = max(part.layers.start, layers.start), min(part.layers.stop, layers.stop)
         if start >= stop:
@@ -514,7 +542,8 @@ def stream(
             turns.append((len(list(run)), _with_stream_size(layer) if options.watch else layer))
         own = {what: rows[start:stop] for what, rows in differing.items()}
         xs = (weights[name], None if keys is None else keys[start:stop], own)
-        x, new = scan_in_turn(turns, x, xs)
+        with watched_scope(name):
+            x, new = scan_in_turn(turns, x, xs, start - layers.start)
         if options.watch:
             new, rows = new
             rows = _pad_rows(rows, 1 + start, 1 + config.num_layers)
@@ -561,9 +590,8 @@ def logits(config: GPTConfig, weights: dict, x: Tensor, options: ModelOptions) -
         if options.context.order == "zigzag":
             x = context.to_contiguous(x, 1)
         own: Any = {"name": "unembed", "matmul": options.matmul.of_logits}
-        return _cap_logits(
-            config, nn.column_parallel(x, _unembedding(config, weights, options), **own)
-        )
+        x = nn.column_parallel(x, _unembedding(config, weights, options), **own)
+        return name_columns(_cap_logits(config, x), "out", options.stream)
 
 
 def loss(
@@ -611,7 +639,7 @@ def loss(
                 return nn.linear_cross_entropy(x, matrix, targets, chunk_tokens=chunk, **given)
             matmul = _with_runs(options.matmul.of_logits, options)
             out = nn.column_parallel(x, matrix, name="unembed", matmul=matmul)
-            out = _cap_logits(config, out)
+            out = name_columns(_cap_logits(config, out), "out", options.stream)
         with named_scope("loss"):
             return nn.cross_entropy(out, targets, **given)
 
@@ -643,7 +671,8 @@ def loss(
 
 def _norm_last(config: GPTConfig, weights: dict, x: Tensor, options: ModelOptions) -> Tensor:
     own = own_norm(config, options, weights, "norm")
-    return norm(config, options, options.gather.at("norm")(own) if own else own, x)
+    x = norm(config, options, options.gather.at("norm")(own) if own else own, x)
+    return name_value(x, "out", options.stream)
 
 
 def _scale_stream(config: GPTConfig, x: Tensor) -> Tensor:
@@ -704,7 +733,10 @@ def _predict_ahead(
         here = sequence._replace(tokens=tokens, targets=targets)
         own = None if key is None else random.fold_in(key, config.num_layers + 1 + depth)
         made = block(config, here, inner, gather.at("block"))
-        y, auxiliary = made(_cast_to_stream(config, x), (rows[depth]["block"], own, {}))
+        with watched_scope(depth):
+            at = config.num_layers + depth
+            index = {"layer": compat.constant(at, x.device)} if _numbers_layers(options) else {}
+            y, auxiliary = made(_cast_to_stream(config, x), (rows[depth]["block"], own, index))
         return y.to(x.dtype), auxiliary
 
     losses, found = nn.multi_token(

@@ -175,7 +175,7 @@ def _advance(
     options = replace(options, stream=STREAM, remat="none", context=_IN_ORDER)
     check_positions(whole, config.rope_sections, options.context)
     x = decoder.embedded(config, weights, whole, options)
-    differing = patterns(config, x.device)
+    differing = patterns(config, x.device, options)
     kept: dict[str, KVCache] = {}
     for name, layers in config.stacks.items():
         gather = options.gather.at(name).rows()
@@ -223,9 +223,9 @@ class _CachedAttention:
     positions: Tensor
     after: KVCache | None = None
 
-    def __call__(self, *operands, window=0, sinks=None, cap=0.0) -> Tensor:
+    def __call__(self, *operands, window=0, sinks=None, cap=0.0, **own) -> Tensor:
         *params, q, k, v = operands
-        hook, given = self.options.hook("attention"), {"window": window, "cap": cap}
+        hook, given = self.options.hook("attention"), {"window": window, "cap": cap, **own}
         fixed = {"positions": self.positions, "segments": None, "kernels": self.options.kernels}
         if self.cache is not None:
             self.after = write_cache(self.cache, k, v, self.places)

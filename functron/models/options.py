@@ -45,6 +45,7 @@ from functron.spmd.axes import Scope, enter
 from functron.spmd.params import ParamDef
 from functron.spmd.spec import entry_axes
 from functron.transforms import Gather
+from functron.transforms.capture import is_watched, unwatched
 
 Batch = Mapping[str, Tensor]
 """``tokens`` and ``targets`` int64 [B, T], and ``rows`` int64 [B], indices in the global batch; of
@@ -211,6 +212,10 @@ def arranged(batch: Batch, context: Context) -> Sequence:
         rows = lax.global_index(tokens.shape[0], DATA_AXES, device=tokens.device)
     order = "zigzag" if zigzag else "contiguous"
     slots = own_positions(tokens.shape[1], order, device=tokens.device)
+    if is_watched() and zigzag and lax.axis_size("cp") > 1:
+        got, wanted = "zigzag", "'contiguous' or 'balanced': ranks of cp in the order of the tokens"
+        fix = 'context=ft.gpt.Context(order="contiguous")'
+        refuse("capture cannot put zigzag sequences together", "context.order", got, wanted, fix)
     names = ("positions", "tokens", "targets", "segments")
     given = {name: batch[name] for name in names if batch.get(name) is not None}
     if zigzag:
@@ -345,7 +350,8 @@ class ModelOptions:
       values ``[batch, seq, kv_heads, ...]`` of this rank's heads, already normed and rotated, to
       ``[batch, seq, heads, v's last dim]``; causal. It is passed those of the keywords ``window``,
       ``cap``, ``segments``, ``positions``, ``sinks``, ``context`` and ``kernels`` that it has
-      parameters for (see `nn.context_attention`; ``segments`` is None without packed documents); a
+      parameters for (see `nn.context_attention`; ``segments`` is None without packed documents),
+      and ``layer``, the number of its layer, int64, if it has a parameter of that name; a
       run that needs another is refused. Where axes of the mesh split sequences, ranks exchange
       heads for sequence before and after it (Ulysses), so that it sees whole samples in order: four
       all-to-alls, if the heads divide over these ranks; with a parameter ``context`` it gets this
@@ -353,13 +359,14 @@ class ModelOptions:
     * ``router(params, inputs) -> nn.moe.RouterOutput``: the experts of tokens, and a term of the
       loss; see `nn.moe.Router`.
     * ``mlp(params, x, *, activation, stream, kernels) -> y``: as `nn.mlp`, of layers without
-      experts; x and y have spec `stream`.
+      experts; x and y have spec `stream`. With a parameter ``layer`` it gets that number.
     * ``norm(params, x, *, eps, zero_centered, kernels) -> y``: as `nn.norm`, of the stream; norms
       of queries and keys are part of attention's projections and stay.
     * ``block(layer, params, x) -> x``, or ``(x, auxiliary)`` where there are experts: a whole
       block, in the place of `functron.models.decoder.transformer_block`, whose ten lines are made
       of the same methods of `layer` (`functron.models.decoder.Layer`): ``layer.norm``,
-      ``layer.attention``, ``layer.feed_forward``, ``layer.drop``. Where axes of the mesh split
+      ``layer.attention``, ``layer.feed_forward``, ``layer.drop``; ``layer.index`` is its number.
+      Where axes of the mesh split
       sequences x has this rank's tokens, and a block that mixes or chooses tokens by anything but
       these methods is refused; with a parameter ``context`` it reaches across ranks itself.
 
@@ -452,6 +459,11 @@ def keywords_of(function: Callable, offered: Mapping[str, Any]) -> dict[str, Any
         return dict(offered)
     named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     return {name: value for name, value in offered.items() if name in named}
+
+
+def takes_layer(hook: Hook | None) -> bool:
+    """Whether a hook has a parameter for the number of its layer."""
+    return hook is not None and "layer" in inspect.signature(hook.apply).parameters
 
 
 def check_gathered(name: str, size: int, wanted: int) -> None:
@@ -590,7 +602,7 @@ class _OfEachToken:
     def of(cls, layer: Any, lengths: set[int]) -> Any:
         """`layer`, with these methods in place of its own, which add to `lengths`."""
         made = object.__new__(type(cls.__name__, (cls, type(layer)), {}))
-        made.__dict__.update(vars(layer), lengths=lengths)
+        made.__dict__.update(vars(layer), lengths=lengths, index=torch.tensor(0))
         return made
 
     def norm(self, weights: dict, name: str, x: Tensor) -> Tensor:
@@ -640,7 +652,7 @@ def refuse_mixing(
     if not any(splits) or (name, x.shape, splits) in options.seen_hooks:
         return
     seq = x.shape[SEQ_DIM]
-    with aside(), enter(Scope()), torch.no_grad():
+    with aside(), enter(Scope()), torch.no_grad(), unwatched():
         own = tree.map(
             lambda leaf: _make_waves(leaf.shape[-1:], leaf.dtype).expand(leaf.shape), weights
         )

@@ -26,6 +26,7 @@ from functron.nn.layers import (
     column_parallel,
     gather_sequence,
     linear_defs,
+    name_columns,
     norm,
     norm_defs,
     row_parallel,
@@ -396,12 +397,14 @@ def self_attention(
         q, k, v = heads if "qkv" not in params else _split_heads(heads[0])
         q, k = _norm_heads(params, q, k, config, kernels, axis)
         q, k = (_rotate_heads(y, rope, config, kernels) for y in (q, k))
+    q, k, v = (name_columns(y, n, stream, axis) for n, y in zip("qkv", (q, k, v), strict=True))
     if config.score_scale:  # the core divides scores by the root of the width of heads
         q = q * (config.score_scale * math.sqrt(config.head_size))
     k, v = (_select_own_heads(y, q.shape[-2], config, axis) for y in (k, v))
     y = core(q, k, v, sinks=params["sinks"]) if config.sinks else core(q, k, v)
     if config.attention_gate:
         y = y * torch.sigmoid(project("gate"))
+    y = name_columns(y, "heads", stream, axis)
     out: Any = {"name": "attention/out", "matmul": matmul}
     return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis, **out)
 

@@ -47,6 +47,7 @@ from functron.spmd.axes import AxisNames
 from functron.spmd.params import JOINED, Normal, ParamDef, ones, zeros
 from functron.spmd.simulate import product
 from functron.spmd.spec import P, entry_axes
+from functron.transforms.capture import is_watched, name_value
 from functron.transforms.parameter_gather import Encoded
 
 SEQ_DIM = 1
@@ -125,6 +126,17 @@ MATMUL = Matmul()
 def sequence_axes(stream: P) -> tuple[str, ...]:
     """The mesh axes that split the sequence dim of a stream with this spec."""
     return entry_axes(stream[SEQ_DIM]) if len(stream) > SEQ_DIM else ()
+
+
+def name_columns(y: Tensor, name: str, stream: P, axis: str = "tp") -> Tensor:
+    """y ``[batch, seq, columns, ...]``, named for `functron.capture`.
+
+    A rank has its part of the columns over `axis`, and all tokens of `axis`.
+    """
+    if not is_watched():
+        return y
+    tokens = tuple(each for each in sequence_axes(stream) if each != axis)
+    return name_value(y, name, P(stream[0] if len(stream) else None, tokens, axis))
 
 
 def gather_sequence(
@@ -456,7 +468,7 @@ def mlp(
     if gate is None:
         assert up is not None
         hidden = act(up)
-    elif not kernels.takes("glu", gate, up):
+    elif not kernels.takes("glu", gate, up) or is_watched():
         gate, up = halves(gate, up)
         hidden = act(gate) * up
     elif lora is None and matmul is MATMUL:
@@ -465,6 +477,7 @@ def mlp(
         return y if bias is None else y + bias
     else:
         hidden = glu(gate, up, activation)
+    hidden = name_columns(hidden, "hidden", stream, axis)
     return row_parallel(hidden, w, bias, lora, **narrow)
 
 

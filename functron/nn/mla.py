@@ -47,6 +47,7 @@ from functron.nn.layers import (
     column_parallel,
     gather_sequence,
     linear_defs,
+    name_columns,
     norm,
     norm_defs,
     row_parallel,
@@ -238,7 +239,9 @@ def mla(
     # one key for all heads: expanding it is what sums its gradient over them
     k = torch.cat([k_nope, shared.expand(*k_nope.shape[:-1], -1)], -1)
     out: Any = {"name": "attention/out", "matmul": matmul}
-    return row_parallel(core(q, k, v), *weights(params["out"]), stream=stream, axis=axis, **out)
+    q, k, v = (name_columns(y, n, stream, axis) for n, y in zip("qkv", (q, k, v), strict=True))
+    y = name_columns(core(q, k, v), "heads", stream, axis)
+    return row_parallel(y, *weights(params["out"]), stream=stream, axis=axis, **out)
 
 
 def mla_cache(

@@ -33,6 +33,7 @@ from functron.pipeline.timeline import Action, ScheduleCell
 from functron.program.recorder import active
 from functron.spmd.axes import StageAxis, scope
 from functron.spmd.mesh import BoundMesh, Mesh
+from functron.transforms.capture import is_watched, watched_scope
 from functron.transforms.gradient import share
 from functron.transforms.gradient_functions import BoundGradients, GradientFunction, Views
 from functron.transforms.scan import microbatches
@@ -147,11 +148,12 @@ class _Execution:
         call = StageCall(
             stage, part, last, self.params[stage], x, self.batches[m], self.shared, memo
         )
-        if self.schedule.has_backward:
-            y, self.residuals[place] = yield from self.work.forward(call)
-        else:
-            y = self.stage(part, call.params, x, call.batch, *self.shared)
-            check_tensors(call, y)
+        with watched_scope(*(["microbatches", m] if len(self.batches) > 1 else [])):
+            if self.schedule.has_backward:
+                y, self.residuals[place] = yield from self.work.forward(call)
+            else:
+                y = self.stage(part, call.params, x, call.batch, *self.shared)
+                check_tensors(call, y)
         if not last:
             self.traffic.check(*place, y)
             self.traffic.hand_over("F", action, pipe, stage + 1, y)
@@ -237,7 +239,16 @@ class Pipeline:
     def work(self, stages: StageAxis | None) -> Pullbacks | CutStages:
         """The object that computes stages where this is called."""
         hidden, _ = hoist(self.stage)  # mapped or differentiated tensors that it closes over
+        watched = is_watched()
         if self.compile is not None and stages is not None and stages.index is not None:
+            if watched:
+                refuse(
+                    "capture cannot see into the compiled stages of a pipeline",
+                    "compile",
+                    "settings",
+                    "None, where values are captured or replaced",
+                    "leave compile out of pipelined(...)",
+                )
             if hidden:
                 raise ValueError(
                     f"pipelined: got a stage that closes over {len(hidden)} tensors of the program "
@@ -247,7 +258,7 @@ class Pipeline:
             return self.compiled
         # a program that is being traced, or differentiated again, sees operations, not programs
         traced = active() or compat.differentiating() or compat.dispatch_modes_active()
-        evaluate = self.split and not traced and not hidden
+        evaluate = self.split and not traced and not hidden and not watched
         return self.evaluated if evaluate else Pullbacks(self.stage)
 
     def forward(self, params: tree.Tree, batch: tree.Tree, *shared: Any) -> list:

@@ -1,7 +1,8 @@
 """Looking into programs and values: printing from every rank, tables of trees, drawings of specs.
 
 `show` makes a table of a tree of tensors, definitions or specs; `visualize_sharding` draws how a
-spec lays a tensor out over a mesh, as text and SVG; `check_grads` checks derivatives.
+spec lays a tensor out over a mesh, as text and SVG; `check_grads` checks derivatives;
+`snapshot_donated` keeps the state of a step that is interrupted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from functron.core.scopes import phase
 from functron.core.tables import MAX_LINES, Table, bytes_text
 from functron.program.recorder import active
 from functron.spmd.axes import BoundAxis, SimulatedAxis, TracedAxis, scope, user_line
-from functron.spmd.donation import Donated
+from functron.spmd.donation import Donated, snapshot_donated
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import MappedFunction, shard_map
 from functron.spmd.simulate import no_share
@@ -41,7 +42,14 @@ from functron.spmd.spec import (
     problems,
 )
 
-__all__ = ["check_grads", "full_tracebacks", "print", "show", "visualize_sharding"]
+__all__ = [
+    "check_grads",
+    "full_tracebacks",
+    "print",
+    "show",
+    "snapshot_donated",
+    "visualize_sharding",
+]
 
 
 # --- tables

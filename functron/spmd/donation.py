@@ -21,23 +21,56 @@ Some functions of torch ask no subclass, so that they cannot raise: `torch.tenso
 `torch.Tensor` and `torch.utils.dlpack.to_dlpack` make an empty tensor of one that is gone, and
 `torch.as_tensor` and `torch.asarray` return it as it is. Copies by ``clone()`` raise.
 
+Within `snapshot_donated` programs are given copies, and what was donated is whole again wherever a
+call does not finish.
+
 A tensor that torch's tape tracks is not donated, nor is anything beside it (see `shard_map`), but
 where no tape runs: then it is updated in place and stays what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from functron.core import compat, tree
 from functron.core.errors import Problem, raise_problems
+from functron.core.scopes import set_during
 from functron.spmd.mesh import JointCall
 
 FIX = "use the result in its place, or donate a clone"
 RESTORE = "go on from the newest checkpoint, or from a new state"
+
+_copies: contextvars.ContextVar[bool] = contextvars.ContextVar("functron_snapshots", default=False)
+
+
+@contextlib.contextmanager
+def snapshot_donated() -> Iterator[None]:
+    """Keep what is donated in this with block, or by a decorated function, until calls finish.
+
+    Programs are given copies of it. So a step that fails, or that Ctrl-C interrupts, leaves its
+    state as it was before, and a notebook can go on from there; what a step that finishes consumed
+    is gone as ever. Costs the memory of what is donated once more, and a copy of it in each step.
+
+    >>> step = ft.debug.snapshot_donated()(ft.jit(step, donate=0))
+
+    Tensors that require gradients, such as a module's parameters, are updated in their own memory,
+    and a call that fails after that loses all that was donated to it, as without this.
+
+    Raises:
+        ValueError: a CUDA graph is called, which updates the memory that it was recorded with.
+    """
+    with set_during(_copies, True):
+        yield
+
+
+def keeps_snapshots() -> bool:
+    """Whether programs are given copies of what is donated to them."""
+    return _copies.get()
 
 
 class Donated(torch.Tensor):
@@ -131,6 +164,7 @@ class Donation:
         self._taken: dict[int, _Taken] = {}
         self._versions: list[tuple[torch.Tensor, int | None]] = []
         self._tracked: list[torch.Tensor] = []
+        self._copies = keeps_snapshots()
         self._started = self._running = self._finished = False
         self._whole: bool | None = None
 
@@ -151,6 +185,8 @@ class Donation:
             tensor.__class__ = Donated
             release: Any = tensor.set_
             release()
+        if self._copies:
+            return live.clone()
         self._versions.append((live, None if live.is_inference() else live._version))
         return live
 

@@ -280,6 +280,12 @@ def loop(
     ``at.stop()`` after a record, they must decide by what all ranks know alike; so must a body that
     leaves.
 
+    **Interrupts.** In a cell of a notebook the first one ends the loop after the running step,
+    which is recorded and yielded, so that the state is whole. The second one raises
+    KeyboardInterrupt at once, as the first does in the body and elsewhere
+    (`functron.debug.snapshot_donated` saves the state from it). A hook of `stop_on_signals` takes
+    the place of this.
+
     **Ending.** Where the body leaves the loop (``break``, an exception, ``close()``, or nobody
     refers to it any more: one that has a name is left by ``steps.close()``), the steps ahead are
     finished, recorded and not yielded, and then hooks end: ``at.left`` is true, and the state is
@@ -309,7 +315,10 @@ def loop(
         got = type(batches).__name__
         raise TypeError(f"batches: got a {got}; wanted a function of a step's number, from 0; fix: "
                         "lambda index: batches[index]")  # fmt: skip
-    course = _Course([as_hook(hook) for hook in hooks], agree)
+    known = [as_hook(hook) for hook in hooks]
+    if _in_notebook() and not any(isinstance(hook, StopHook) for hook in known):
+        known = [StopHook(Request(signals=(signal.SIGINT,), note=_ENDS), listens=True), *known]
+    course = _Course(known, agree)
     course.newest = course.at = At(start - 1, steps, state, step, _course=course)
     started: deque[At] = deque()
     with ExitStack() as ends:
@@ -346,6 +355,15 @@ def loop(
                 course.settle(started)
             course.at.left = True
             raise
+
+
+_ENDS = "interrupted: the loop ends after this step; a second interrupt ends it at once"
+
+
+def _in_notebook() -> bool:
+    """Whether a kernel of Jupyter runs this."""
+    ask = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return ask is not None and hasattr(ask(), "kernel")
 
 
 class _Course:
@@ -739,11 +757,15 @@ class Request:
         signal: the signal that asked, or None.
         ends: when the time of the run is over, by ``time.monotonic()``.
         grown: whether there are processes for a larger mesh; asked where a checkpoint is saved.
+        signals: that it listens to.
+        note: printed when the first one comes.
     """
 
     signal: int | None = None
     ends: float = math.inf
     grown: Callable[[], bool] | None = None
+    signals: tuple[int, ...] = _SIGNALS
+    note: str = ""
     _asked_at: float = field(default=0.0, init=False, repr=False)
     _previous: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -759,7 +781,7 @@ class Request:
         """Install the handlers of `stop_requests`, in the main thread, unless they are."""
         if not self._previous and threading.current_thread() is threading.main_thread():
             # noted before each is installed, so that `restore` is right whenever it is interrupted
-            for number in _SIGNALS:
+            for number in self.signals:
                 self._previous[number] = signal.getsignal(number)
                 signal.signal(number, self._handle)
 
@@ -775,6 +797,8 @@ class Request:
         echo = number == signal.SIGUSR1 or (number == self.signal == signal.SIGTERM and recent)
         if self.signal in (None, signal.SIGUSR1):
             self.signal, self._asked_at = number, time.monotonic()
+            if self.note:
+                print(self.note, file=sys.stderr, flush=True)
         elif not echo:
             raise KeyboardInterrupt
 

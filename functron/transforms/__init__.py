@@ -2,8 +2,9 @@
 
 `grad`, `value_and_grad` and `vjp` differentiate, `sync_gradients` adds ranks' shares; `custom_vjp`
 gives a function a backward of its own; `remat` computes again instead of keeping, by `policies`;
-`scan` runs layers, `accumulate` microbatches; `fsdp` and `Gather` gather sharded parameters at use;
-`mean_gradients` and its wrappers are what a training step takes its gradients from.
+`capture` and `intervene` return and replace named values; `scan` runs layers, `accumulate`
+microbatches; `fsdp` and `Gather` gather sharded parameters at use; `mean_gradients` and its
+wrappers are what a training step takes its gradients from.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functron.core import import_lazily
 
 if TYPE_CHECKING:
     from functron.transforms import policies
+    from functron.transforms.capture import capture, intervene
     from functron.transforms.custom_vjp import custom_vjp
     from functron.transforms.gradient import (
         assume_shares,

@@ -21,6 +21,7 @@ from functron.core.errors import public
 from functron.core.scopes import in_phase
 from functron.program.recorder import keeper
 from functron.spmd.axes import user_line
+from functron.transforms.capture import unwatched
 from functron.transforms.gradient import replace_at
 from functron.transforms.remat import (
     CallSite,
@@ -49,7 +50,7 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
     or outputs cost nothing more. Where nothing is differentiated `f` itself runs.
 
     Derivatives of derivatives, in reverse mode, differentiate the operations of `forward` and
-    `backward`, as in JAX.
+    `backward`, as in JAX. `functron.capture` does not see into them.
 
     >>> def clipped(residuals, cotangent):
     ...     return (cotangent.clamp(-1, 1),)
@@ -70,6 +71,10 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
 
     @functools.wraps(f)
     def wrapped(*args):
+        with unwatched():  # what it computes is known to its own backward alone
+            return call(*args)
+
+    def call(*args):
         refuse_holders("custom_vjp cannot see into these", "argument", args, tracked=True)
         if (keep := keeper()) is not None:
             return keep.custom_vjp(f, forward, backward, args)
@@ -116,7 +121,7 @@ class _Rule:
 
     def forward(self, operands: _Tensors) -> tuple[torch.Tensor, ...]:
         """The outputs, then the other tensors that backward needs."""
-        with self.site.entered(operands) as (functions, args):
+        with unwatched(), self.site.entered(operands) as (functions, args):
             out, residuals = functions()[0](*args)
         outputs, self.out_structure = tree.flatten(out)
         for leaf in outputs:
@@ -140,7 +145,7 @@ class _Rule:
         kept = [pools[pool][at] if pool in pools else at for pool, at in self._recipe]
         residuals = tree.unflatten(self._kept_structure, kept)
         given = replace_at([None] * self.num_outputs, self.floats, cotangents)
-        with self.site.entered(operands, check=False) as (functions, args):
+        with unwatched(), self.site.entered(operands, check=False) as (functions, args):
             grads = functions()[1](residuals, tree.unflatten(self.out_structure, given))
         leaves = leaves_like(args, grads)
         first = self.site.first_argument

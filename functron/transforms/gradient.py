@@ -30,6 +30,7 @@ from functron.spmd.simulate import (
     varying_axes,
 )
 from functron.spmd.spec import P, bound_cuts, cuts_between, is_spec, scatter, spec_axes
+from functron.transforms.capture import Relay, replacing_functions, unwatched
 
 
 @public
@@ -77,6 +78,8 @@ def value_and_grad(
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         if (keep := keeper()) is not None:
             _refuse_axes(axes)
+            if relay := Relay():
+                return _relay_gradients(relay, f, argnums, has_aux, args, kwargs)
             value, grads = keep.value_and_grad(f, positions, has_aux, args, kwargs)
             return value, grads[0] if isinstance(argnums, int) else grads
         chosen = tuple(args[position] for position in positions)
@@ -103,6 +106,22 @@ def value_and_grad(
         return ((value, outside.fill(aux)) if has_aux else value), grads
 
     return wrapped
+
+
+def _relay_gradients(relay: Relay, f: Callable, argnums, has_aux: bool, args, kwargs) -> tuple:
+    """`value_and_grad` of a function that is kept whole, whose captured values are auxiliary."""
+    inner = relay.around(f)
+
+    def with_values(*args, **kwargs) -> tuple:
+        out, captured = inner(*args, **kwargs)
+        value, aux = out if has_aux else (out, None)
+        return value, (aux, captured)
+
+    with unwatched():
+        both = value_and_grad(with_values, argnums, has_aux=True)
+        (value, (aux, captured)), grads = both(*args, **kwargs)
+    relay.take(captured)
+    return ((value, aux) if has_aux else value), grads
 
 
 @public
@@ -429,7 +448,7 @@ def is_differentiated_outside(f: Callable, args: tree.Tree) -> bool:
         return True
     if not torch.is_grad_enabled():
         return False
-    (hidden, _), flat = hoist(f), tree.leaves(args)
+    (hidden, _), flat = hoist(f), [*tree.leaves(args), *replacing_functions()]
     return any(
         isinstance(leaf, torch.Tensor) and compat.requires_grad(leaf)
         for leaf in [*flat, *hidden, *(x for leaf in flat for x in find_held_tensors(leaf))]
@@ -438,6 +457,22 @@ def is_differentiated_outside(f: Callable, args: tree.Tree) -> bool:
 
 def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, list, Callable]:
     """``out, aux = f(*leaves)``, and the function from out's cotangent to those of `leaves`."""
+    if relay := Relay():
+        structure: Any = None
+
+        def watched(*values):
+            nonlocal structure
+            (out, aux), captured = inner(*values)
+            tensors, structure = tree.flatten(captured)
+            return out, [*aux, *tensors]
+
+        inner = relay.around(f)
+        with unwatched():
+            out, aux, pull = _pullback(watched, leaves, keep)
+        assert structure is not None
+        own = len(aux) - structure.num_leaves
+        relay.take(tree.unflatten(structure, aux[own:]))
+        return out, aux[:own], pull
     if not leaves:  # torch.func.vjp wants some
         return *f(), lambda cotangent: []
     if compat.transforms_active() or keep:

@@ -24,6 +24,7 @@ from functron.core.errors import Problem, public, raise_problems
 from functron.core.tables import shows_differences
 from functron.core.typing import Tensor
 from functron.spmd.primitives import Annotate
+from functron.transforms.capture import name_value
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
 _LIBRARY.define("checkpoint_name(Tensor(a) x, str name) -> Tensor(a)")
@@ -148,7 +149,9 @@ def _check_names(what: str, names: tuple) -> frozenset[str]:
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
     """`x`, under a name by which a `remat` policy around it can keep it. As JAX's.
 
-    Where nothing asks for names this returns `x` itself. Works under every torch.func transform.
+    By the name, after those of its named scopes, `functron.capture` and `functron.intervene` find
+    it as well. Where nothing asks for names this returns `x` itself. Works under every torch.func
+    transform.
 
     >>> keep = ft.policies.names("hidden")
     >>> block = ft.remat(lambda w, x: ft.checkpoint_name(x @ w, "hidden").relu(), policy=keep)
@@ -158,6 +161,7 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"checkpoint_name: got {name!r}; wanted a name that is not empty")
+    x = name_value(x, name)
     if not compat.dispatch_modes_active():
         return x  # only remat and tracing, which are modes, read names
     out: Any = Annotate.apply(CHECKPOINT_NAME, x, name)

@@ -45,6 +45,7 @@ from functron.core.scopes import in_phase, in_scopes, scope_names
 from functron.program.recorder import active, keeper
 from functron.spmd.axes import SimulatedAxis, enter, scope, user_line
 from functron.spmd.primitives import Annotate
+from functron.transforms.capture import Relay, unwatched
 from functron.transforms.gradient import TensorSlots, replace_at, rule_vjp, split_tensors
 from functron.transforms.policies import CHECKPOINT_NAME, RematPolicy, is_product, nothing
 
@@ -536,6 +537,11 @@ def remat(f: Callable | None = None, *, policy: RematPolicy = nothing) -> Callab
     def wrapped(*args, **kwargs):
         title = "remat cannot see into these"
         refuse_holders(title, "argument", (args, kwargs) if kwargs else args, tracked=True)
+        if relay := Relay():
+            with unwatched():
+                out, captured = remat(relay.around(function), policy=policy)(*args, **kwargs)
+            relay.take(captured)
+            return out
         if (keep := keeper()) is not None:
             return keep.remat(function, policy, args, kwargs)
         site, given = CallSite.of(function, (args, kwargs))
@@ -647,7 +653,7 @@ class _Remat(LevelFunction):
         after = next((value for value in cotangents if value is not None), None)
         if after is None:
             return None, *(None for _ in operands)
-        with in_phase("recompute"):
+        with in_phase("recompute"), unwatched():
             if active() is not None:
                 for position in program.memory.tied:
                     operands[position] = tie(operands[position], after)

@@ -26,6 +26,13 @@ from functron.core.scopes import in_phase
 from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
 from functron.program.recorder import Recorder, active, keeper, live_equations
 from functron.spmd.axes import user_line
+from functron.transforms.capture import (
+    ANY_ROW,
+    Relay,
+    replacing_functions,
+    unwatched,
+    watched_scope,
+)
 from functron.transforms.gradient import replace_at
 from functron.transforms.parameter_gather import by_row
 
@@ -401,49 +408,76 @@ def scan(
         ValueError: the leading dims differ, or neither `xs` nor `length` gives a number of steps.
         TypeError: `init` or `xs` has an object with tensors, such as an unregistered dataclass.
     """
+    return _check_and_scan(f, init, xs, length, 0)
+
+
+def _check_and_scan(
+    f: Callable, init: tree.Tree, xs: tree.Tree, length: int | None, first: int
+) -> tuple[tree.Tree, tree.Tree]:
     title = "scan cannot see into these"
     refuse_holders(title, "init", init, tracked=True)
     refuse_holders(title, "xs", xs, tracked=True)
     if compat.transforms_active():  # a vmap would take such a tensor for one of its own
         refuse_orphans("scan", find_tensors(f))
     f, xs = by_row(f, xs)
-    return _scan(f, init, xs, length)
+    return _scan(f, init, xs, length, first)
 
 
 def scan_in_turn(
-    turns: Sequence[tuple[int, Callable]], init: tree.Tree, xs: tree.Tree
+    turns: Sequence[tuple[int, Callable]], init: tree.Tree, xs: tree.Tree, first: int = 0
 ) -> tuple[tree.Tree, tree.Tree]:
     """`scan`, with the first slices of `xs` for one function, the next ones for another, and so on.
 
-    `turns` has the number of slices of each function, and the function.
+    `turns` has the number of slices of each function, and the function; `first` is the number of
+    the first slice in names of captured values.
     """
     if len(turns) == 1:
-        return scan(turns[0][1], init, xs)
+        return _check_and_scan(turns[0][1], init, xs, None, first)
     # scattered gradients are known by the identity of whole stacks: look before these are cut
     made = [by_row(f, xs) for _, f in turns]
     leaves, structure = tree.flatten(made[0][1])
     parts = zip(*(leaf.split([count for count, _ in turns]) for leaf in leaves), strict=True)
     carry, found = init, []
     for (f, _), part in zip(made, parts, strict=True):
-        carry, ys = _scan(f, carry, tree.unflatten(structure, list(part)), None)
+        carry, ys = _scan(f, carry, tree.unflatten(structure, list(part)), None, first)
+        first += part[0].shape[0]
         found.append(ys)
     return carry, tree.map(lambda *rows: torch.cat(rows), *found)
 
 
 def _scan(
-    f: Callable, init: tree.Tree, xs: tree.Tree, length: int | None
+    f: Callable, init: tree.Tree, xs: tree.Tree, length: int | None, first: int = 0
 ) -> tuple[tree.Tree, tree.Tree]:
     leaves, structure = tree.flatten(xs)
     steps = _num_steps(tree.paths(xs), leaves, length)
     recorder = active()
-    if recorder is not None and not _is_unrolled():
-        return trace_scan(recorder, f, init, xs, steps, getattr(f, "__name__", "scan"))
+    if recorder is not None and not _is_unrolled() and not replacing_functions():
+        name = getattr(f, "__name__", "scan")
+        if not (relay := Relay()):
+            return trace_scan(recorder, f, init, xs, steps, name)
+        (carry, ys), captured = _trace_watched(relay, recorder, f, init, xs, steps, name)
+        relay.take(captured, range(first, first + steps))
+        return carry, ys
     slices = [leaf.unbind(0) for leaf in leaves]
     carry, ys = init, []
     for step in range(steps):
-        carry, y = f(carry, tree.unflatten(structure, [column[step] for column in slices]))
+        with watched_scope(first + step):
+            carry, y = f(carry, tree.unflatten(structure, [column[step] for column in slices]))
         ys.append(y)
     return carry, tree.map(lambda *rows: torch.stack(rows), *ys) if ys else None
+
+
+def _trace_watched(relay: Relay, recorder: Recorder, f: Callable, *given: Any) -> tuple:
+    """`trace_scan`, and the stacked values that were captured in its rows."""
+    inner = relay.around(f)
+
+    def step(carry: tree.Tree, x: tree.Tree) -> tuple:
+        (carry, y), captured = inner(carry, x)
+        return carry, (y, captured)
+
+    with watched_scope(ANY_ROW), unwatched():
+        carry, (ys, captured) = trace_scan(recorder, step, *given)
+    return (carry, ys), captured
 
 
 def _is_unrolled() -> bool:
@@ -525,8 +559,9 @@ def accumulate(
             return _scan_microbatches(recorder, one, batch)
         parts = [microbatches(args[p], num_microbatches, f"argument {p}") for p in positions]
         total = _Total(dtype)
-        for batch in zip(*parts, strict=True):
-            total.add(f(*replace_at(args, positions, batch), **kwargs))
+        for m, batch in enumerate(zip(*parts, strict=True)):
+            with watched_scope(*(["microbatches", m] if num_microbatches > 1 else [])):
+                total.add(f(*replace_at(args, positions, batch), **kwargs))
         return total.value
 
     return wrapped
@@ -565,7 +600,7 @@ def _is_tracked(*leaves: Any) -> bool:
 
 def _scan_microbatches(recorder: Recorder, one: Callable, batch: tuple) -> tree.Tree:
     """The sum over microbatches as one scan, so that a program does not grow with their number."""
-    with recorder.frame():  # thrown away: it tells what the sum looks like
+    with recorder.frame(), unwatched():  # thrown away: it tells what the sum looks like
         like = one(tree.map(lambda leaf: leaf[0], batch))
     zeros = tree.map(
         lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device), like
@@ -574,7 +609,8 @@ def _scan_microbatches(recorder: Recorder, one: Callable, batch: tuple) -> tree.
     def microbatch(total, part):
         return tree.map(torch.add, total, one(part)), None
 
-    return scan(microbatch, zeros, batch)[0]
+    with watched_scope("microbatches"):
+        return scan(microbatch, zeros, batch)[0]
 
 
 def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
