@@ -402,8 +402,11 @@ def _keep_axes(spec: P, found: _Found) -> P:
 def capture(f: Callable, *patterns: str, specs: Mapping[str, P] | None = None) -> Callable:
     """The function that returns ``(f(...), values)``, the named values in it as a dict by name.
 
-    >>> logits, values = ft.capture(forward, "blocks/*/attention/out")(params, tokens)
-    >>> values["blocks/3/attention/out"].shape
+    >>> def double(x):
+    ...     return 3 * ft.checkpoint_name(2 * x, "doubled")
+    >>> ft.capture(double, "doubled")(torch.ones(2))
+    (tensor([6., 6.]), {'doubled': tensor([2., 2.])})
+    >>> capture = ft.capture(gpt.forward, "blocks/*/attention/out")  # of the decoder's layers
 
     A value has the name that `checkpoint_name` gives it, after those of the scopes
     (`functron.named_scope`) and the numbers of the loops (`functron.scan`, microbatches) that it is
@@ -437,7 +440,11 @@ def capture(f: Callable, *patterns: str, specs: Mapping[str, P] | None = None) -
 def intervene(f: Callable, replace: Mapping[str, Callable]) -> Callable:
     """`f`, in which named values are replaced: ``g(value, name)`` in place of the value.
 
-    >>> ablated = ft.intervene(forward, {"blocks/2/mlp/out": lambda value, name: 0 * value})
+    >>> ablated = ft.intervene(gpt.forward, {"blocks/2/mlp/out": lambda value, name: 0 * value})
+    >>> def double(x):
+    ...     return 3 * ft.checkpoint_name(2 * x, "doubled")
+    >>> ft.intervene(double, {"doubled": lambda value, name: value + 1})(torch.ones(2))
+    tensor([9., 9.])
 
     The result of ``g`` takes part in all that follows, gradients too. It gets and returns this
     rank's part of a value, and may use collectives; tensors that it closes over count as arguments
