@@ -182,3 +182,24 @@ def test_patching_tells_where_a_difference_is(on_mesh):
     torch.testing.assert_close(result[-1, :-1], unpatched.expand(names["SEQ"] - 1))
     assert result[-1, -1] == 0
     assert result[0].min() < unpatched
+
+
+STARTED = {name: "ft.Mesh(dp=2)" for name in NAMES if name != "own_schedule"}
+STARTED |= {"diloco_int8": "ft.Mesh(island=2, dp=2)", "newton_schulz": "ft.Mesh(tp=2)"}
+"""Meshes of few ranks; parts of a pipeline's state are made on each rank (`StartedMesh.build`)."""
+FAST = ("activation_patching", "newton_schulz")
+
+
+@pytest.mark.applications("notebook")
+@pytest.mark.parametrize("name", STARTED)
+def test_the_same_on_a_started_mesh(name, request):
+    """Two of them; with ``--full`` all."""
+    if name not in FAST and not request.config.getoption("--full"):
+        pytest.skip("with --full")
+    mesh = STARTED[name]
+    want = run(name, mesh)
+    got = run(name, f'{mesh}.start("cpu")')
+    try:
+        close(ft.gather(got["result"], None, got["mesh"]), want["result"], 1e-9)
+    finally:
+        got["mesh"].close()

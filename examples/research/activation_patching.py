@@ -44,6 +44,6 @@ corrupted[:, PLACE] = (corrupted[:, PLACE] + 1) % 60
 mapped = ft.shard_map(forward, mesh, (specs, rows), rows)
 wanted, clean = ft.capture(mapped, "blocks/*/out")(weights, prompts)
 run = ft.shard_map(patch, mesh, (specs, rows, rows, rows), P())
-result = run(weights, corrupted, clean, wanted)
+result = ft.gather(run(weights, corrupted, clean, wanted), P(), mesh)
 for layer, row in enumerate(result):
     print(f"layer {layer}:", *(f"{float(value):6.3f}" for value in row))

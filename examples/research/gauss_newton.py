@@ -52,5 +52,6 @@ w, v = ({"up": ft.random.normal(one, (6, 8), torch.double),
          "down": ft.random.normal(two, (8, 2), torch.double)}
         for one, two in (keys[:2], keys[2:4]))  # fmt: skip
 x = ft.random.normal(keys[4], (16, 6), torch.double)
-result = ft.shard_map(lanczos, mesh, (specs, P("dp"), specs), P())(w, x, v)[:3]
+run = ft.shard_map(lanczos, mesh, (specs, P("dp"), specs), P())
+result = ft.gather(run(w, x, v), P(), mesh)[:3]
 print("largest eigenvalues", *(f"{float(value):.6f}" for value in result))

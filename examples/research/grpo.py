@@ -43,6 +43,7 @@ result = []
 for turn in range(4):
     key = ft.random.fold_in(ft.random.key(2), turn)
     tokens = ft.generate(state.params, config, prompts, NEW, key=key, mesh=mesh)
+    tokens = ft.gather(tokens, P(ft.DATA_AXES), mesh)
     reward = (tokens[:, PROMPT:] == WANTED).double().mean(1).view(PROMPTS, GROUP)
     advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)
     before, first = read(state.params, tokens), read(reference, tokens)

@@ -38,7 +38,7 @@ def sweep(rates, w, batch):
 tokens = ft.random.randint(ft.random.key(1), (4, 17), 0, 64)
 batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 run = ft.shard_map(sweep, mesh, (P(), specs, P("dp")), P())
-result = run(rates, ft.init_params(ft.random.key(0), defs), batch)
+result = ft.gather(run(rates, ft.init_params(ft.random.key(0), defs), batch), P(), mesh)
 last = [float(value) for value in result[:, -1]]
 best = min(range(8), key=last.__getitem__)
 for rate, value in zip(rates.tolist(), last, strict=True):

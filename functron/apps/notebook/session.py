@@ -33,9 +33,9 @@ from functron.apps.notebook.worker import Answer, Call, Failure, KeptResults, Re
 from functron.compiler.jit import Jitted, jit
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
-from functron.partitioning.partition import Partitioned
+from functron.models.generation import generate
 from functron.program.trace import eval_shape, trace
-from functron.spmd import Mesh, P, gather, shard
+from functron.spmd import DATA_AXES, Mesh, P, gather, shard
 from functron.spmd import spec as sharding
 from functron.spmd.flight import list_ranks
 from functron.spmd.mesh import NamedAxes
@@ -43,6 +43,7 @@ from functron.spmd.params import init_params
 from functron.spmd.shard_map import MappedFunction
 from functron.spmd.spec import is_spec
 from functron.training.step import init_state, state_specs
+from functron.transforms import capture, intervene
 
 _FOLLOWS = ("LostRanksError", "DistBackendError", "HostError", "KeyboardInterrupt")
 """Errors of ranks that others have left."""
@@ -110,9 +111,9 @@ class RemoteFunction:
         return f"<{self.__name__} on {self.ranks}>"
 
     def find_out_specs(self, args: tuple) -> None:
-        """Learn the specs of the results; `partition` finds them by tracing."""
+        """Learn the specs of the results; `partition` and `capture` find them by tracing."""
         if self._mapped is not None and self.out_specs is None:
-            if isinstance(self._mapped, Partitioned):
+            if type(self._mapped) is not MappedFunction:
                 eval_shape(self._mapped)(*_abstract(args))
             self.out_specs = self._mapped.out_specs
 
@@ -131,18 +132,21 @@ class RemoteFunction:
 
     def __functron_call__(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
         """The result of a function of the library for this one: compiled, traced, or refused."""
-        if fn is jit:
-            return RemoteFunction(
-                self.ranks, fn, args, kwargs, twin=fn(*_local(args), **_local_dict(kwargs))
-            )
         if fn in (trace, eval_shape) and self.twin is not None:
             made = fn(*_local(args), **_local_dict(kwargs))
             return lambda *given, **rest: made(*_abstract(given), **_abstract(rest))
+        if fn in _MAPPING:
+            twin = fn(*_local(args), **_local_dict(kwargs))
+            return RemoteFunction(self.ranks, fn, args, kwargs, twin=twin)
         wanted = "a function of this process"
         got = f"{self.__name__}, which runs on other processes"
         fix = "apply it inside of the mapped function, or to one over a simulated mesh"
         title = f"{getattr(fn, '__name__', 'this')} cannot transform a function on a started mesh"
         return refuse(title, "fn", got, wanted, fix, TypeError)
+
+
+_MAPPING = (jit, capture, intervene)
+"""Functions that return a mapped function for one."""
 
 
 def _local(args: Iterable[Any]) -> tuple:
@@ -233,6 +237,10 @@ class StartedMesh(NamedAxes):
             return self._shard(given["value"], given["specs"])
         if fn is gather:
             return self._gather(given["value"])
+        if fn is generate:
+            split = [name for name in ("tokens", "lengths") if name in given]
+            given |= {name: self._shard(given[name], P(DATA_AXES)) for name in split}
+            return self._place(fn, (), given, P(DATA_AXES))
         if fn is init_params:
             specs = given.get("specs")
             return self._place(fn, args, kwargs, P() if specs is None else specs)
