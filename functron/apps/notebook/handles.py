@@ -118,9 +118,9 @@ class Handle:
             return f"{text}, {self._fate.partition(';')[0]})"
         if self._kind.local is not None:
             return f"{text}, of the ranks {sorted(self._kind.local)})"
-        if self.ndim == 0:
-            return f"{text}, {self.item()})"
-        return f"{text}, {self.gather()})" if self.numel() <= 64 else f"{text})"
+        if self.numel() > 64 or not self._ranks._can_fetch(self):
+            return f"{text})"
+        return f"{text}, {self.gather() if self.ndim else self.item()})"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(torch.Tensor, name):

@@ -16,20 +16,35 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import linecache
+import pickle
 import sys
-import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from functron.apps.notebook.handles import Deferred, Handle, Kind
-from functron.apps.notebook.processes import Hosts, InterruptedCallError, Processes
-from functron.apps.notebook.shipping import Packed, UsedValue, dump, load, require_cloudpickle
-from functron.apps.notebook.worker import Answer, Call, Failure, KeptResults, ResultSlot, TensorMeta
+from functron.apps.notebook.processes import (
+    GRACE_SECONDS,
+    RESTART,
+    Hosts,
+    InterruptedCallError,
+    Processes,
+    RankError,
+    raise_failures,
+    show_warnings,
+)  # fmt: skip
+from functron.apps.notebook.shipping import (
+    Packed,
+    UsedValue,
+    dump,
+    load,
+    refuse_unsendable,
+    require_cloudpickle,
+)  # fmt: skip
+from functron.apps.notebook.worker import Answer, Call, KeptResults, ResultSlot, TensorMeta
 from functron.compiler.jit import Jitted, jit
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
@@ -45,15 +60,8 @@ from functron.spmd.shard_map import MappedFunction
 from functron.spmd.spec import is_spec
 from functron.training.step import init_state, make_step, map_step, state_specs
 
-_FOLLOWS = ("LostRanksError", "DistBackendError", "HostError", "KeyboardInterrupt")
-"""Errors of ranks that others have left."""
 _WHOLE = P()
-_RESTART = "ranks.restart()"
 _TIMEOUT_SECONDS = 300.0
-
-
-class RankError(RuntimeError):
-    """A rank died, or raised what cannot be raised here."""
 
 
 class _Plan(NamedTuple):
@@ -88,9 +96,9 @@ class RemoteFunction:
         self, ranks: StartedMesh, make: Callable, args: tuple, kwargs: Mapping[str, Any],
         *, twin: Any = None, in_specs: Any = (), out_specs: Any = None, stages: str | None = None,
     ):  # fmt: skip
+        self._sent: tuple[bytes, list[UsedValue]] | None = None
         self.ranks, self.twin, self.in_specs, self.out_specs = ranks, twin, in_specs, out_specs
         self._recipe = make, args, dict(kwargs)
-        self._sent: tuple[bytes, list[UsedValue]] | None = None
         self._plans: dict[Any, _Plan] = {}
         self._results: dict[int, tuple[list, tree.Structure]] = {}
         inner, self.donate = twin, set()
@@ -115,6 +123,10 @@ class RemoteFunction:
             if isinstance(self._mapped, Partitioned):
                 eval_shape(self._mapped)(*_abstract(args))
             self.out_specs = self._mapped.out_specs
+
+    def __del__(self) -> None:
+        if self._sent is not None:
+            self.ranks._unused.append(self._sent[0])
 
     @public
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,12 +201,16 @@ class StartedMesh(NamedAxes):
         self._structures: dict[bytes, int] = {}
         self._pending: list[tuple[str, tuple]] = []
         self._numbers = 0
+        self._uses: Counter[bytes] = Counter()
+        self._unused: deque[bytes] = deque()
+        self._apart = True
         self._known: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._closed = ""
         self._end = weakref.finalize(self, self._processes.close)
         try:
-            self._processes.start(range(mesh.size))
-            self._join(range(mesh.size))
+            with self._processes.alone():
+                self._processes.start(range(mesh.size))
+                self._join()
         except BaseException:
             self.close()
             raise
@@ -207,8 +223,9 @@ class StartedMesh(NamedAxes):
 
     def close(self) -> None:
         """End the ranks; their values are lost."""
-        self._closed = self._closed or "it was closed"
-        self._end()
+        with self._processes.alone():
+            self._closed = self._closed or "it was closed"
+            self._end()
 
     def __repr__(self) -> str:
         text = f"StartedMesh({self.mesh}) on {self.device}"
@@ -310,38 +327,49 @@ class StartedMesh(NamedAxes):
 
         A value of which another rank has the same part comes back from there; see `Handle.spec`.
         """
-        processes = self._processes
-        processes.find_dead()
-        dead = [rank.number for rank in processes.ranks if rank.died]
-        if not dead:
-            return []
-        self._refuse_closed(among_living=True)
-        lost, moved = [], []
+        with self._processes.alone():
+            self._processes.find_dead()
+            dead = [rank.number for rank in self._processes.ranks if rank.died]
+            if not dead:
+                return []
+            self._refuse_closed(among_living=True)
+            lost, parts = self._find_lost(dead)
+            self._processes.start(dead)
+            try:
+                self._bring_back(dead, parts)
+            except BaseException:
+                self._processes.end(dead, "its restart did not end")
+                raise
+        if lost:
+            rows = "".join(f"\n  {handle!r}" for handle in lost[:8])
+            more = f"\n  and {len(lost) - 8} more" if lost[8:] else ""
+            _write(f"{list_ranks(dead)} died with {len(lost)} values:{rows}{more}\n", True)
+        return lost
+
+    def _find_lost(self, dead: Sequence[int]) -> tuple[list[Handle], dict[int, dict[int, Packed]]]:
+        """The handles whose values are lost, and for each rank those that others have."""
+        lost = []
+        parts: dict[int, dict[int, Packed]] = {number: {} for number in dead}
         for handle in [h for h in list(self._known) if not h._fate]:
             sources = {number: self._twin_of(handle, number, dead) for number in dead}
             if any(source is None for source in sources.values()):
                 handle._fate = f"died with {list_ranks(dead)}; fix: make it again"
                 self._free.append(handle._number)
                 lost.append(handle)
-            else:
-                moved.append((handle, sources))
-        parts: dict[int, dict[int, Packed]] = {number: {} for number in dead}
-        for handle, sources in moved:
+                continue
             for number, source in sources.items():
                 parts[number].update(self._fetch_from(source, [handle._number]))
-        processes.start(dead)
+        return lost, parts
+
+    def _bring_back(self, dead: Sequence[int], parts: Mapping[int, dict[int, Packed]]) -> None:
+        """Give ranks that were started again what the others have."""
         for number in dead:
             self._layouts[number] = {}
-        self._join(range(self.size))
+        self._join()
         again = [("define", item) for item in self._blobs.items()]
         again += [("structure", (n, blob)) for blob, n in self._structures.items()]
         for number in dead:
             self._ask([*again, ("put", (parts[number],))], [number])
-        if lost:
-            rows = "".join(f"\n  {handle!r}" for handle in lost[:8])
-            more = f"\n  and {len(lost) - 8} more" if lost[8:] else ""
-            _write(f"{list_ranks(dead)} died with {len(lost)} values:{rows}{more}\n", True)
-        return lost
 
     def _twin_of(self, handle: Handle, number: int, dead: Sequence[int]) -> int | None:
         """A living rank that holds the same part of a value as a dead one."""
@@ -355,11 +383,26 @@ class StartedMesh(NamedAxes):
                 return other
         return None
 
-    def _join(self, numbers: Collection[int]) -> None:
+    def _join(self) -> None:
+        """Have all ranks make their groups."""
+        self._apart = True
         self._processes.generation += 1
         request = [("join", (self._processes.generation,))]
-        answers = self._processes.ask(dict.fromkeys(numbers, request), interruptible=False)
-        self._raise_failures("joining the ranks", answers, numbers)
+        self._exchange("joining the ranks", dict.fromkeys(range(self.size), request))
+        self._apart = False
+
+    def _exchange(
+        self, name: str, requests: Mapping[int, Sequence[tuple[str, tuple]]]
+    ) -> dict[int, list[Answer]]:
+        """Ask ranks for what Ctrl-C does not interrupt; raises what they raise."""
+        try:
+            answers = self._processes.ask(requests, self._freed(), interruptible=False)
+        except InterruptedCallError as error:
+            late = f"{list_ranks(error.busy)} did not answer to {name}"
+            raise KeyboardInterrupt(f"{late}: the next call waits for it") from None
+        asked = [rank for rank in self._processes.ranks if rank.number in requests]
+        raise_failures(name, answers, asked, self.size)
+        return answers
 
     def _refuse_closed(self, *, among_living: bool = False) -> None:
         if self._closed:
@@ -368,7 +411,7 @@ class StartedMesh(NamedAxes):
         dead = [rank for rank in self._processes.ranks if rank.died]
         if dead and not among_living:
             ends = ", ".join(f"rank {rank.number} ({rank.died})" for rank in dead)
-            fix = f"{_RESTART}, which brings back what other ranks have, and names what is lost"
+            fix = f"{RESTART}, which brings back what other ranks have, and names what is lost"
             raise RankError(f"{ends} died; wanted all ranks of {self.mesh}; fix: {fix}")
 
     def _ask(
@@ -378,11 +421,7 @@ class StartedMesh(NamedAxes):
         self._refuse_closed(among_living=True)
         living = [rank.number for rank in self._processes.living]
         wanted = living if numbers is None else [n for n in numbers if n in living]
-        answers = self._processes.ask(
-            dict.fromkeys(wanted, requests), self._freed(), interruptible=False
-        )
-        self._raise_failures("a request", answers, wanted)
-        return answers
+        return self._exchange("a request", dict.fromkeys(wanted, requests))
 
     def _freed(self) -> list[int]:
         freed = []
@@ -394,11 +433,21 @@ class StartedMesh(NamedAxes):
     def _fetch_from(self, rank: int, numbers: Sequence[int]) -> dict[int, Packed]:
         answers = self._ask([("fetch", (numbers,))], [rank])
         if rank not in answers:
-            raise RankError(f"rank {rank} died; fix: {_RESTART}")
+            raise RankError(f"rank {rank} died; fix: {RESTART}")
         return answers[rank][0].value
 
     def _fetch(self, handles: Sequence[Handle]) -> list[torch.Tensor]:
         """The whole values, each part from one rank that has it."""
+        with self._processes.alone():
+            return self._fetch_alone(handles)
+
+    def _can_fetch(self, handle: Handle) -> bool:
+        """Whether a handle can be shown: all parts of its value are with ranks that run."""
+        dead = [rank.number for rank in self._processes.ranks if rank.died]
+        there = all(self._twin_of(handle, number, dead) is not None for number in dead)
+        return there and not self._closed
+
+    def _fetch_alone(self, handles: Sequence[Handle]) -> list[torch.Tensor]:
         wanted: dict[int, list[int]] = {}
         places: list[dict[tuple, int]] = []
         living = {rank.number for rank in self._processes.living}
@@ -424,7 +473,7 @@ class StartedMesh(NamedAxes):
         for handle, parts in zip(handles, places, strict=True):
             local = sharding.local_shape(handle.shape, handle.spec, self.mesh)
             if len(parts) * torch.Size(local).numel() < handle.numel():
-                raise RankError(f"a part of {handle.spec} died with its rank; fix: {_RESTART}")
+                raise RankError(f"a part of {handle.spec} died with its rank; fix: {RESTART}")
             whole = torch.empty(handle.shape, dtype=handle.dtype)
             for at, rank in parts.items():
                 region = tuple(slice(a, a + n) for a, n in zip(at, local, strict=True))
@@ -440,6 +489,10 @@ class StartedMesh(NamedAxes):
         return tree.unflatten(structure, out)
 
     def _shard(self, value: tree.Tree, specs: tree.Tree) -> tree.Tree:
+        with self._processes.alone():
+            return self._shard_alone(value, specs)
+
+    def _shard_alone(self, value: tree.Tree, specs: tree.Tree) -> tree.Tree:
         flat = sharding.validate(value, specs, self.mesh)
         leaves, structure = tree.flatten(value)
         puts: list[dict[int, Packed]] = [{} for _ in range(self.size)]
@@ -454,8 +507,7 @@ class StartedMesh(NamedAxes):
             out.append(self._handle(self._kind(leaf.shape, leaf.dtype, spec), number))
         self._refuse_closed()
         requests = {rank: [("put", (values,))] for rank, values in enumerate(puts)}
-        answers = self._processes.ask(requests, self._freed(), interruptible=False)
-        self._raise_failures("shard", answers, requests)
+        self._exchange("shard", requests)
         return tree.unflatten(structure, out)
 
     def _cut(self, value: torch.Tensor, spec: P) -> list[Packed]:
@@ -501,17 +553,25 @@ class StartedMesh(NamedAxes):
             return self._call(made, ())
         finally:
             if made._sent is not None:
-                self._forget(made._sent[0])
+                self._unused.append(made._sent[0])
+                made._sent = None
 
-    def _forget(self, key: bytes) -> None:
-        self._blobs.pop(key, None)
-        if not self._closed:
-            self._ask([("forget", ([key],))])
+    def _forget_unused(self) -> None:
+        """Have the ranks forget functions that are no more, with the next call."""
+        while self._unused:
+            key = self._unused.popleft()
+            self._uses[key] -= 1
+            if self._uses[key] <= 0:
+                del self._uses[key]
+                self._pending.append(("forget", ([key],)))
+                self._blobs.pop(key, None)
 
     def _define(self, function: RemoteFunction) -> bytes:
         """The key of a function as it is now, which the ranks are told with the next call."""
         if function._sent is not None and not any(seen.changed() for seen in function._sent[1]):
             return function._sent[0]
+
+        used: list[UsedValue] = []
 
         def refer(obj: Any) -> Any:
             if obj is self:
@@ -520,12 +580,16 @@ class StartedMesh(NamedAxes):
                 obj._check()
                 return "value", obj._number
             if isinstance(obj, RemoteFunction):
-                return "function", self._define(obj)
+                used.append(UsedValue.of(lambda: self._define(obj)))
+                return "function", used[-1].value
             if isinstance(obj, StartedMesh):
                 raise ValueError(f"{obj!r} is used by a function on {self!r}; wanted one of them")
             return None
 
-        blob, shipper = dump(function._recipe, refer)
+        try:
+            blob, shipper = dump(function._recipe, refer)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            refuse_unsendable(function.__name__, function._recipe, refer, error)
         key = hashlib.sha256(blob).digest()[:16]
         if shipper.tensor_bytes > 1 << 20 and key not in self._blobs:
             size = f"{shipper.tensor_bytes / 2**20:.1f} MiB"
@@ -533,9 +597,12 @@ class StartedMesh(NamedAxes):
                 f"{function.__name__} closes over tensors of {size}, which each rank gets\n", True
             )
         if key not in self._blobs:
-            self._blobs[key] = blob
             self._pending.append(("define", (key, blob)))
-        function._sent = key, shipper.seen
+            self._blobs[key] = blob
+        self._uses[key] += 1
+        if function._sent is not None:
+            self._unused.append(function._sent[0])
+        function._sent = key, used + shipper.seen
         return key
 
     def _plan(self, function: RemoteFunction, args: tuple) -> tuple[_Plan, list]:
@@ -587,13 +654,22 @@ class StartedMesh(NamedAxes):
 
     def _call(self, function: RemoteFunction, args: tuple) -> Any:
         """Call a function on all ranks."""
+        with self._processes.lock:
+            self._refuse_closed()
+            if compat.transforms_active():
+                raise ValueError(f"{function.__name__}: got a function on a started mesh under a "
+                                 "transform of torch.func; fix: transform the function that is "
+                                 "mapped")  # fmt: skip
+            self._forget_unused()
+            key = self._define(function)
+            plan, leaves = self._plan(function, args)
+            with self._processes.alone(GRACE_SECONDS if plan.consumed else 0.0):
+                return self._call_alone(function, key, plan, leaves)
+
+    def _call_alone(self, function: RemoteFunction, key: bytes, plan: _Plan, leaves: list) -> Any:
         name = function.__name__
-        self._refuse_closed()
-        if compat.transforms_active():
-            raise ValueError(f"{name}: got a function on a started mesh under a transform of "
-                             "torch.func; fix: transform the function that is mapped")  # fmt: skip
-        key = self._define(function)
-        plan, leaves = self._plan(function, args)
+        if self._apart:
+            self._join()
         sent = [self._encode(name, plan, i, leaf) for i, leaf in enumerate(leaves)]
         consumed = [leaves[i] for i in sorted(plan.consumed) if isinstance(leaves[i], Handle)]
         first = self._numbers
@@ -619,14 +695,13 @@ class StartedMesh(NamedAxes):
                                "call waits for it")  # fmt: skip
             raise error from None
         failed = len(answers) < self.size or any(a[-1].failure for a in answers.values())
-        self._show_warnings(answers)
+        show_warnings(answers, self.size)
         if failed:
             self._abandon(name, answers, consumed, first, "an error")
-            self._raise_failures(name, answers, calls)
+            raise_failures(name, answers, self._processes.ranks, self.size)
+        fate = f"was donated to {name}; fix: use the result in its place, or donate a clone"
         for handle in consumed:
-            handle._fate = (
-                f"was donated to {name}; fix: use the result in its place, or donate a clone"
-            )
+            handle._fate = fate
         return self._results_of(function, {n: a[-1].value for n, a in answers.items()}, first)
 
     def _encode(self, name: str, plan: _Plan, index: int, leaf: Any) -> Any:
@@ -678,9 +753,13 @@ class StartedMesh(NamedAxes):
                 _, metas = self._layout(number, kept)
                 self._number(max(0, first + len(metas) - self._numbers))
                 self._free.extend(range(first, first + len(metas)))
-        apart = bool(done) or any(failure.closed for failure in failures.values())
-        if apart and len(ends) == self.size:
-            self._join(range(self.size))
+        ways = {(failure.kind, failure.frames) for failure in failures.values()}
+        closed = any(failure.closed for failure in failures.values())
+        # some may have sent what others do not wait for, unless all failed at one place
+        if why == "Ctrl-C" or begun or closed or len(ways) > 1:
+            self._apart = True
+            if len(ends) == self.size:
+                self._join()
 
     def _layout(self, rank: int, kept: KeptResults) -> tuple[Any, tuple[TensorMeta, ...]]:
         known = self._layouts[rank]
@@ -751,39 +830,6 @@ class StartedMesh(NamedAxes):
             out.append(self._handle(kind, numbers))
         return tree.unflatten(structure, out)
 
-    def _show_warnings(self, answers: dict[int, list[Answer]]) -> None:
-        found: dict[tuple, list[int]] = {}
-        for number, each in answers.items():
-            for warned in each[-1].warned:
-                found.setdefault(warned, []).append(number)
-        for (category, text, file, line), numbers in found.items():
-            name = "" if len(numbers) == self.size else f"[{list_ranks(numbers)}] "
-            warnings.warn_explicit(f"{name}{text}", category, file, line)
-
-    def _raise_failures(
-        self, name: str, answers: dict[int, list[Answer]], asked: Collection[int]
-    ) -> None:
-        """Raise what ranks raised: one error, with the ranks and the line that it is about."""
-        asked = set(asked)
-        failures = {n: a[-1].failure for n, a in sorted(answers.items()) if a[-1].failure}
-        dead = [r for r in self._processes.ranks if r.died and r.number in asked - answers.keys()]
-        if dead:
-            ends = ", ".join(f"rank {rank.number} died ({rank.died})" for rank in dead)
-            error: BaseException = RankError(f"{ends} in {name}; the others live; fix: {_RESTART}")
-            _add_places(error, failures)
-            raise error
-        if not failures:
-            return
-        own = {n: f for n, f in failures.items() if f.kind not in _FOLLOWS}
-        number, failure = next(iter((own or failures).items()))
-        error = _error_of(failure)
-        same = [n for n, f in failures.items() if (f.kind, f.text) == (failure.kind, failure.text)]
-        if self.size > 1:
-            everywhere = "all ranks" if len(same) == self.size else list_ranks(same)
-            error.add_note(f"raised on {everywhere} in {name}")
-        _add_places(error, {number: failure})
-        raise error
-
 
 def _for_rank(leaf: Any, rank: int) -> Any:
     if isinstance(leaf, list):
@@ -819,32 +865,6 @@ def _merge_trees(first: Any, second: Any) -> Any:
         made: Any = type(first)
         return made(map(_merge_trees, first, second))
     return second if first is None else first
-
-
-def _error_of(failure: Failure) -> BaseException:
-    if failure.error:
-        try:
-            error = load(failure.error, _no_object)
-        except Exception:  # of a class that cannot be made here
-            error = None
-        if isinstance(error, BaseException) and not isinstance(
-            error, KeyboardInterrupt | SystemExit
-        ):
-            return error
-    return RankError(f"{failure.kind}: {failure.text}")
-
-
-def _add_places(error: BaseException, failures: Mapping[int, Failure]) -> None:
-    """Add the user's lines of where ranks failed."""
-    for number, failure in failures.items():
-        own = [frame for frame in failure.frames if frame.own] or list(failure.frames[-1:])
-        lines = [f"on rank {number}:"]
-        for frame in own[-4:]:
-            lines.append(f"  {frame.file}:{frame.number}, in {frame.name}")
-            if source := linecache.getline(frame.file, frame.number).strip():
-                lines.append(f"    {source}")
-        if own:
-            error.add_note("\n".join(lines))
 
 
 def _write(text: str, is_error: bool) -> None:
