@@ -11,6 +11,7 @@ import json
 import linecache
 import os
 import pickle
+import re
 import secrets
 import signal
 import socket
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
@@ -158,6 +159,7 @@ class Processes:
         self._store_at = host, port
         self.ranks: list[Rank] = []
         self._lines: dict[bool, dict[int, deque]] = {False: {}, True: {}}
+        self._drawing: dict[bool, int] = {}  # ranks that draw a bar, on standard output and error
         self.lock = threading.RLock()
         self._interrupt: _Interrupt | None = None
         self._soon: threading.Timer | None = None
@@ -481,11 +483,16 @@ class Processes:
         now = time.monotonic()
         for rank in self.ranks:
             for is_error, text in _read_pipes(rank, last=last):
-                self._lines[is_error].setdefault(rank.number, deque()).append((now, text))
+                if not text.endswith("\r"):
+                    self._lines[is_error].setdefault(rank.number, deque()).append((now, text))
+                elif text[:-1] and self._drawing.setdefault(is_error, rank.number) == rank.number:
+                    self._write(f"\r{text[:-1]}", is_error)
         for is_error, lines in self._lines.items():
             before = now if last else now - _MERGE_SECONDS
-            for text in _merge(lines, len(self.ranks), before):
-                self._write(text, is_error)
+            text = "".join(_merge(lines, len(self.ranks), before))
+            if text:
+                over = "" if self._drawing.pop(is_error, None) is None else "\r"
+                self._write(over + text, is_error)
 
     def end(self, numbers: Sequence[int], why: str) -> None:
         """End the processes of these ranks."""
@@ -531,36 +538,35 @@ def _read_pipes(rank: Rank, *, last: bool = True) -> Iterator[tuple[bool, str]]:
     for is_error, pipe in ((False, rank.process.stdout), (True, rank.process.stderr)):
         if pipe is None or pipe.closed:
             continue
-        text = rank.texts.pop(is_error, b"")
-        while True:
+        closed = False
+        while not closed:
             try:
                 more = os.read(pipe.fileno(), 1 << 16)
             except BlockingIOError:
                 break
-            if not more:
-                pipe.close()
-                break
-            text += more
-        whole, newline, rest = text.rpartition(b"\n")
-        if last and rest:
-            whole, newline, rest = text, b"\n", b""
-        if rest:
-            rank.texts[is_error] = rest
-        if newline:
-            for line in whole.decode(errors="replace").split("\n"):
-                if line or not last:
-                    yield is_error, line
+            rank.texts[is_error] = rank.texts.get(is_error, b"") + more
+            closed = not more
+        if closed:
+            pipe.close()
+        yield from ((is_error, line) for line in _take_lines(rank, is_error, last=last))
 
 
 def _read_forwarded(rank: Rank) -> Iterator[tuple[bool, str]]:
     """The lines that a rank of another host has printed."""
     _read_questions(rank)
     for is_error in (False, True):
-        whole, newline, rest = rank.texts.pop(is_error, b"").rpartition(b"\n")
-        if rest:
-            rank.texts[is_error] = rest
-        for line in whole.decode().split("\n") if newline else ():
-            yield is_error, line
+        yield from ((is_error, line) for line in _take_lines(rank, is_error, last=False))
+
+
+def _take_lines(rank: Rank, is_error: bool, *, last: bool) -> Iterator[str]:
+    """The lines among what a rank has printed; those that are written over keep their "\\r"."""
+    *found, rest = re.split(rb"(\r(?!\n|\Z)|\r?\n)", rank.texts.pop(is_error, b""))
+    for line, end in zip(found[::2], found[1::2], strict=True):
+        yield line.decode(errors="replace") + ("\r" if end == b"\r" else "")
+    if rest and last:
+        yield rest.decode(errors="replace").removesuffix("\r")
+    elif rest:
+        rank.texts[is_error] = rest
 
 
 def _read_questions(rank: Rank) -> None:
@@ -580,17 +586,20 @@ def _merge(lines: dict[int, deque], num_ranks: int, before: float) -> Iterator[s
 
     Lines that are not of all ranks stay in `lines` for a while, unless they are from `before`.
     """
+    counts = {number: Counter(text for _, text in found) for number, found in lines.items()}
     while any(lines.values()):
         first = min(number for number, found in lines.items() if found)
         at, line = lines[first][0]
-        having = [n for n, found in lines.items() if any(text == line for _, text in found)]
+        having = [number for number, found in counts.items() if found[line]]
         if len(having) < num_ranks:
             if at > before:
                 return
             having = [n for n in having if lines[n][0][1] == line]
         for number in having:  # what a rank has printed before it
             while (text := lines[number].popleft()[1]) != line:
+                counts[number][text] -= 1
                 yield f"[rank {number}] {text}\n"
+            counts[number][line] -= 1
         name = "" if len(having) == num_ranks else f"[{list_ranks(sorted(having))}] "
         yield f"{name}{line}\n"
 

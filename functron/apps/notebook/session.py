@@ -340,6 +340,9 @@ class StartedMesh(NamedAxes):
             except BaseException:
                 self._processes.end(dead, "its restart did not end")
                 raise
+            for handle in lost:
+                handle._fate = f"died with {list_ranks(dead)}; fix: make it again"
+                self._free.append(handle._number)
         if lost:
             rows = "".join(f"\n  {handle!r}" for handle in lost[:8])
             more = f"\n  and {len(lost) - 8} more" if lost[8:] else ""
@@ -353,8 +356,6 @@ class StartedMesh(NamedAxes):
         for handle in [h for h in list(self._known) if not h._fate]:
             sources = {number: self._twin_of(handle, number, dead) for number in dead}
             if any(source is None for source in sources.values()):
-                handle._fate = f"died with {list_ranks(dead)}; fix: make it again"
-                self._free.append(handle._number)
                 lost.append(handle)
                 continue
             for number, source in sources.items():
@@ -387,7 +388,7 @@ class StartedMesh(NamedAxes):
         """Have all ranks make their groups."""
         self._apart = True
         self._processes.generation += 1
-        request = [("join", (self._processes.generation,))]
+        request = [("join", (self._processes.generation, self._numbers))]
         self._exchange("joining the ranks", dict.fromkeys(range(self.size), request))
         self._apart = False
 
@@ -588,6 +589,8 @@ class StartedMesh(NamedAxes):
 
         try:
             blob, shipper = dump(function._recipe, refer)
+        except ValueError as error:  # of `refer`
+            raise error.with_traceback(None) from None
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             refuse_unsendable(function.__name__, function._recipe, refer, error)
         key = hashlib.sha256(blob).digest()[:16]
@@ -689,11 +692,11 @@ class StartedMesh(NamedAxes):
                 raise KeyboardInterrupt(f"{name} was not called") from None
             self._pending = []
             self._abandon(name, interrupt.answers, consumed, first, "Ctrl-C")
-            error = KeyboardInterrupt(f"{name} was interrupted on all ranks")
+            told = f"{name} was interrupted on all ranks"
             if interrupt.busy:
-                error.add_note(f"{list_ranks(interrupt.busy)} could not be interrupted: the next "
-                               "call waits for it")  # fmt: skip
-            raise error from None
+                told = f"{name} was given up, but {list_ranks(interrupt.busy)} could not be "
+                told += "interrupted: the next call waits for the end of it"
+            raise KeyboardInterrupt(told) from None
         failed = len(answers) < self.size or any(a[-1].failure for a in answers.values())
         show_warnings(answers, self.size)
         if failed:

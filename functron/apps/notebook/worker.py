@@ -202,8 +202,12 @@ class Worker:
     running: int = 0
     interrupted: int = 0
 
-    def join(self, generation: int) -> None:
-        """Meet the other ranks, in groups of their own for each generation. Collective."""
+    def join(self, generation: int, next_number: int) -> None:
+        """Meet the other ranks, in groups of their own for each generation. Collective.
+
+        Values from `next_number` on are of calls that were given up.
+        """
+        self.values = {n: value for n, value in self.values.items() if n < next_number}
         place, self.generation = self.place, generation
         self.num_layouts = self.num_layouts or generation << 32  # as others had, died and came back
         self.made, self.layouts = {}, {}  # of answers that were given up
