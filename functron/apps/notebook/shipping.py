@@ -302,25 +302,25 @@ def dump(value: Any, refer: Callable[[Any], Any]) -> tuple[bytes, Shipper]:
 
 
 class Receiver(pickle.Unpickler):
-    """Reads what `dump` wrote; `find` returns the object of a name."""
+    """Reads what `dump` wrote; `find` returns the object of a name; tensors go to a device."""
 
-    def __init__(self, data: bytes, find: Callable[[Any], Any]):
+    def __init__(self, data: bytes, find: Callable[[Any], Any], device: torch.device | str):
         super().__init__(io.BytesIO(data))
-        self._find = find
+        self._find, self._device = find, device
 
     def persistent_load(self, pid: Any) -> Any:
         """The object of this name."""
         if isinstance(pid, tuple) and pid[0] == "tensor":
-            found = pid[1].tensor()
+            found = pid[1].tensor().to(self._device)
             return torch.nn.Parameter(found) if pid[2] else found
         if pid[0] == "meta":
             return torch.empty(pid[1], dtype=pid[2], device="meta")
         return self._find(pid)
 
 
-def load(data: bytes, find: Callable[[Any], Any]) -> Any:
-    """The value that `dump` wrote."""
-    return Receiver(data, find).load()
+def load(data: bytes, find: Callable[[Any], Any], device: torch.device | str = "cpu") -> Any:
+    """The value that `dump` wrote, with its tensors on a device."""
+    return Receiver(data, find, device).load()
 
 
 def refuse_unsendable(

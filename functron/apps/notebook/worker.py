@@ -246,7 +246,7 @@ class Worker:
     def function(self, key: bytes) -> Any:
         """The function of this key, made for the groups that there are now."""
         if key not in self.made:
-            make, args, kwargs = load(self.functions[key], self.find)
+            make, args, kwargs = load(self.functions[key], self.find, self.device)
             self.made[key] = make(*_without_absent(args), **kwargs)
         return self.made[key]
 
