@@ -38,8 +38,8 @@ class Handle:
     __slots__ = ("__weakref__", "_fate", "_kind", "_number", "_ranks", "_scalar")
 
     def __init__(self, ranks: Any, kind: Kind, number: int | dict, scalar: Any = None):
-        self._ranks, self._kind, self._number, self._scalar = ranks, kind, number, scalar
         self._fate = ""
+        self._ranks, self._kind, self._number, self._scalar = ranks, kind, number, scalar
 
     shape = property(lambda self: self._kind.shape)
     dtype = property(lambda self: self._kind.dtype)
@@ -135,9 +135,8 @@ class Handle:
         raise TypeError(_refusal(getattr(func, "__name__", str(func))))
 
     def __del__(self) -> None:
-        ranks = getattr(self, "_ranks", None)
-        if ranks is not None and not self._fate:
-            ranks._free.append(self._number)
+        if not self._fate:
+            self._ranks._free.append(self._number)
 
 
 def _refusal(what: str) -> str:

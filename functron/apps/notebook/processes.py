@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Listener, wait
+from multiprocessing.connection import Listener
 from typing import Any
 
 import torch.distributed as dist
@@ -391,7 +392,6 @@ class Processes:
                 answer = self._receive(rank)
                 if answer is not None:
                     answers[rank.number] = answer
-            self.show_output()
             interrupt.go_on()
             if time.monotonic() - began > 1.0 and interrupt.at is None:
                 self._look(asked, left, told)
@@ -406,18 +406,21 @@ class Processes:
 
     def _ready(self, ranks: Sequence[Rank], seconds: float) -> list[Rank]:
         """The ranks of which there is an answer or an end, after what they print is shown."""
-        by_connection = {rank.requests: rank for rank in ranks}
-        pipes: list[Any] = [
-            pipe
-            for rank in self.ranks
-            if rank.process is not None
-            for pipe in (rank.process.stdout, rank.process.stderr)
-            if pipe is not None and not pipe.closed
-        ]
-        found = wait([*by_connection, *pipes], seconds)
-        if any(each not in by_connection for each in found):
+        connections = {rank.requests.fileno(): rank for rank in ranks}
+        poller = select.poll()
+        for number in connections:
+            poller.register(number, select.POLLIN)
+        for rank in self.ranks:
+            if rank.process is not None:
+                for pipe in (rank.process.stdout, rank.process.stderr):
+                    if pipe is not None and not pipe.closed:
+                        poller.register(pipe.fileno(), select.POLLIN)
+        found = [number for number, _ in poller.poll(1000 * seconds)]
+        if any(number not in connections for number in found) or any(
+            lines for by_rank in self._lines.values() for lines in by_rank.values()
+        ):
             self.show_output()
-        return [by_connection[each] for each in found if each in by_connection]
+        return [connections[number] for number in found if number in connections]
 
     def _receive(self, rank: Rank) -> list[Answer] | None:
         """An answer; None: the rank has ended."""

@@ -14,6 +14,7 @@ torchrun would run, to the bit.
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import inspect
 import pickle
@@ -71,15 +72,24 @@ class _Plan(NamedTuple):
         arguments: the number by which ranks know their structure.
         specs: of each leaf.
         moves: of handles that are split in another way.
-        consumed: which leaves are given up.
+        consumed: which handles among the leaves are given up.
+        same: whether all ranks are sent the same: numbers of values, and other leaves as they are.
         paths: of the leaves.
     """
 
     arguments: int
     specs: list[P | None]
     moves: dict[int, tuple[P, P]]
-    consumed: frozenset[int]
+    consumed: list[int]
+    same: bool
     paths: list[str]
+
+
+class _Row(NamedTuple):
+    """A result that becomes a handle: its place among the tensors, and its kind."""
+
+    index: int
+    kind: Kind
 
 
 class RemoteFunction:
@@ -204,7 +214,7 @@ class StartedMesh(NamedAxes):
         self._uses: Counter[bytes] = Counter()
         self._unused: deque[bytes] = deque()
         self._apart = True
-        self._known: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._metas: dict[tuple[TensorMeta, ...], tuple[TensorMeta, ...]] = {}
         self._closed = ""
         self._end = weakref.finalize(self, self._processes.close)
         try:
@@ -353,7 +363,7 @@ class StartedMesh(NamedAxes):
         """The handles whose values are lost, and for each rank those that others have."""
         lost = []
         parts: dict[int, dict[int, Packed]] = {number: {} for number in dead}
-        for handle in [h for h in list(self._known) if not h._fate]:
+        for handle in self._list_handles():
             sources = {number: self._twin_of(handle, number, dead) for number in dead}
             if any(source is None for source in sources.values()):
                 lost.append(handle)
@@ -538,9 +548,13 @@ class StartedMesh(NamedAxes):
         return self._kinds[key]
 
     def _handle(self, kind: Kind, number: int | dict, scalar: Any = None) -> Handle:
-        made = Handle(self, kind, number, scalar)
-        self._known.add(made)
-        return made
+        return Handle(self, kind, number, scalar)
+
+    def _list_handles(self) -> list[Handle]:
+        """The handles that there are."""
+        gc.unfreeze()  # else some would not be found
+        found = [each for each in gc.get_objects() if type(each) is Handle]
+        return [handle for handle in found if handle._ranks is self and not handle._fate]
 
     def _place(
         self, fn: Callable, args: tuple, kwargs: Mapping[str, Any], specs: Any,
@@ -611,7 +625,7 @@ class StartedMesh(NamedAxes):
     def _plan(self, function: RemoteFunction, args: tuple) -> tuple[_Plan, list]:
         """How arguments like these are sent, and their leaves."""
         leaves, structure = tree.flatten(args)
-        kinds = tuple(_kind_of(leaf) for leaf in leaves)
+        kinds = tuple([leaf._kind if type(leaf) is Handle else _kind_of(leaf) for leaf in leaves])
         plan = function._plans.get((structure, kinds))
         if plan is not None:
             return plan, leaves
@@ -622,15 +636,23 @@ class StartedMesh(NamedAxes):
                 ndim = leaf.ndim
                 if sharding.dim_axes(leaf.spec, ndim) != sharding.dim_axes(spec, ndim):
                     moves[index] = leaf.spec, spec
-        consumed = frozenset(
-            i for i, path in enumerate(paths) if int(path.partition("/")[0]) in function.donate
+        consumed = [
+            i
+            for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True))
+            if isinstance(leaf, Handle) and int(path.partition("/")[0]) in function.donate
+        ]
+        same = all(
+            kind.local is None if isinstance(kind, Kind) else not isinstance(kind, tuple)
+            for kind in kinds
         )
         slots = tree.unflatten(structure, [ResultSlot(i) for i in range(len(leaves))])
         blob = dump(slots, lambda obj: None)[0]
         if blob not in self._structures:
             self._pending.append(("structure", (len(self._structures), blob)))
         number = self._structures.setdefault(blob, len(self._structures))
-        plan = function._plans[structure, kinds] = _Plan(number, specs, moves, consumed, paths)
+        plan = function._plans[structure, kinds] = _Plan(
+            number, specs, moves, consumed, same, paths
+        )
         return plan, leaves
 
     def _bind_specs(self, function: RemoteFunction, args: tuple) -> list:
@@ -673,17 +695,23 @@ class StartedMesh(NamedAxes):
         name = function.__name__
         if self._apart:
             self._join()
-        sent = [self._encode(name, plan, i, leaf) for i, leaf in enumerate(leaves)]
-        consumed = [leaves[i] for i in sorted(plan.consumed) if isinstance(leaves[i], Handle)]
+        sent = [
+            leaf._number
+            if type(leaf) is Handle and not leaf._fate and leaf._ranks is self
+            else self._encode(name, plan, i, leaf)
+            for i, leaf in enumerate(leaves)
+        ]
+        consumed = [leaves[i] for i in plan.consumed]
+        given_up = [handle._number for handle in consumed]
         first = self._numbers
         calls = {}
-        same = not any(isinstance(leaf, list | dict) for leaf in sent)
         for rank in range(self.size):
-            if not same or rank == 0:
-                mine = [_for_rank(leaf, rank) for leaf in sent]
-                gone = [_for_rank(handle._number, rank) for handle in consumed]
+            if not plan.same or rank == 0:
+                mine = sent if plan.same else [_for_rank(leaf, rank) for leaf in sent]
+                gone = given_up if plan.same else [_for_rank(each, rank) for each in given_up]
                 call = Call(key, plan.arguments, mine, plan.moves, gone, first)
-            calls[rank] = [*self._pending, ("call", (call,))]
+                requests = [*self._pending, ("call", (call,))]
+            calls[rank] = requests
         try:
             answers = self._processes.ask(calls, self._freed())
             self._pending = []
@@ -766,9 +794,13 @@ class StartedMesh(NamedAxes):
 
     def _layout(self, rank: int, kept: KeptResults) -> tuple[Any, tuple[TensorMeta, ...]]:
         known = self._layouts[rank]
-        if kept.new is not None:
-            known[kept.layout] = load(kept.new[0], _no_object), kept.new[1]
-        return known[kept.layout]
+        if kept.new is None:
+            return known[kept.layout]
+        metas = self._metas.setdefault(kept.new[1], kept.new[1])
+        found = load(kept.new[0], _no_object), metas
+        if kept.layout:
+            known[kept.layout] = found
+        return found
 
     def _results_of(
         self, function: RemoteFunction, kept: dict[int, KeptResults], first: int
@@ -779,7 +811,7 @@ class StartedMesh(NamedAxes):
         most = max(len(each) for _, each in layouts.values())
         self._number(most)
         key = kept[0].layout
-        if function.by_stage or any(each[1] != metas for each in layouts.values()):
+        if function.by_stage or any(each[1] is not metas for each in layouts.values()):
             return self._results_by_stage(function, layouts, first)
         found = function._results.get(key)
         if found is None:
@@ -793,13 +825,15 @@ class StartedMesh(NamedAxes):
                     meta = metas[leaf.index]
                     spec = spec if isinstance(spec, P) else P()
                     shape = sharding.global_shape(meta.shape, spec, self.mesh)
-                    leaf = leaf.index, self._kind(shape, meta.dtype, spec, meta.device)
+                    leaf = _Row(leaf.index, self._kind(shape, meta.dtype, spec, meta.device))
                 rows.append(leaf)
-            found = function._results[key] = rows, structure
-        numbers = kept[0].numbers
+            found = rows, structure
+            if key:
+                function._results[key] = found
+        scalars = kept[0].numbers.get
         out = [
-            self._handle(row[1], first + row[0], numbers.get(row[0]))
-            if type(row) is tuple and len(row) == 2 and type(row[1]) is Kind
+            Handle(self, row.kind, first + row.index, scalars(row.index))
+            if type(row) is _Row
             else row
             for row in found[0]
         ]

@@ -108,7 +108,7 @@ class KeptResults(NamedTuple):
     """A description of the results that a rank keeps.
 
     Attributes:
-        layout: the number of their structure, shapes and dtypes.
+        layout: the number of their structure, shapes and dtypes; 0: it has other values in it.
         new: these, where they are new: the pickled structure with `ResultSlot`s, and a
             `TensorMeta` each.
         numbers: scalars of a CPU, by slot.
@@ -309,15 +309,16 @@ class Worker:
         number = self.layouts.get(key) if plain else None
         if number is not None:
             return KeptResults(number, None, numbers)
-        self.num_layouts += 1
+        number = 0
         if plain:
-            self.layouts[key] = self.num_layouts
+            self.num_layouts += 1
+            self.layouts[key] = number = self.num_layouts
         try:
             structured = dump(tree.unflatten(structure, shown), _no_name)[0]
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             wanted = "tensors, numbers and other values that pickle can send"
             refuse("the notebook cannot have the results", "result", error, wanted, error=TypeError)
-        return KeptResults(self.num_layouts, (structured, tuple(metas)), numbers)
+        return KeptResults(number, (structured, tuple(metas)), numbers)
 
 
 def _no_name(obj: Any) -> None:
