@@ -22,11 +22,22 @@ import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from functron.apps.notebook.handles import Deferred, Handle, Kind
+from functron.apps.notebook.handles import (
+    Deferred,
+    Handle,
+    Kind,
+    Plan,
+    Row,
+    abstract,
+    for_rank,
+    is_slot,
+    kind_of,
+    merge_trees,
+)
 from functron.apps.notebook.processes import (
     GRACE_SECONDS,
     RESTART,
@@ -65,33 +76,6 @@ _WHOLE = P()
 _TIMEOUT_SECONDS = 300.0
 
 
-class _Plan(NamedTuple):
-    """How calls with arguments of one kind are sent.
-
-    Attributes:
-        arguments: the number by which ranks know their structure.
-        specs: of each leaf.
-        moves: of handles that are split in another way.
-        consumed: which handles among the leaves are given up.
-        same: whether all ranks are sent the same: numbers of values, and other leaves as they are.
-        paths: of the leaves.
-    """
-
-    arguments: int
-    specs: list[P | None]
-    moves: dict[int, tuple[P, P]]
-    consumed: list[int]
-    same: bool
-    paths: list[str]
-
-
-class _Row(NamedTuple):
-    """A result that becomes a handle: its place among the tensors, and its kind."""
-
-    index: int
-    kind: Kind
-
-
 class RemoteFunction:
     """A function over a started mesh: made and called on each of its ranks.
 
@@ -109,7 +93,7 @@ class RemoteFunction:
         self._sent: tuple[bytes, list[UsedValue]] | None = None
         self.ranks, self.twin, self.in_specs, self.out_specs = ranks, twin, in_specs, out_specs
         self._recipe = make, args, dict(kwargs)
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[Any, Plan] = {}
         self._results: dict[int, tuple[list, tree.Structure]] = {}
         inner, self.donate = twin, set()
         while isinstance(inner, Jitted):
@@ -131,7 +115,7 @@ class RemoteFunction:
         """Learn the specs of the results; `partition` finds them by tracing."""
         if self._mapped is not None and self.out_specs is None:
             if isinstance(self._mapped, Partitioned):
-                eval_shape(self._mapped)(*_abstract(args))
+                eval_shape(self._mapped)(*abstract(args))
             self.out_specs = self._mapped.out_specs
 
     def __del__(self) -> None:
@@ -159,7 +143,7 @@ class RemoteFunction:
             )
         if fn in (trace, eval_shape) and self.twin is not None:
             made = fn(*_local(args), **_local_dict(kwargs))
-            return lambda *given, **rest: made(*_abstract(given), **_abstract(rest))
+            return lambda *given, **rest: made(*abstract(given), **abstract(rest))
         wanted = "a function of this process"
         got = f"{self.__name__}, which runs on other processes"
         fix = "apply it inside of the mapped function, or to one over a simulated mesh"
@@ -177,15 +161,6 @@ def _local(args: Iterable[Any]) -> tuple:
 
 def _local_dict(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(kwargs, _local(kwargs.values()), strict=True))
-
-
-def _abstract(given: Any) -> Any:
-    """Meta tensors in place of handles."""
-    return tree.map(lambda x: _meta(x._kind) if isinstance(x, Handle) else x, given)
-
-
-def _meta(kind: Kind) -> torch.Tensor:
-    return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
 
 
 _MAPPED = (shard_map, make_step, map_step, partition)
@@ -478,7 +453,7 @@ class StartedMesh(NamedAxes):
                 parts.setdefault(at, rank)
             places.append(parts)
             for rank in parts.values():
-                wanted.setdefault(rank, []).append(_for_rank(handle._number, rank))
+                wanted.setdefault(rank, []).append(for_rank(handle._number, rank))
         found = {rank: self._fetch_from(rank, numbers) for rank, numbers in wanted.items()}
         out = []
         for handle, parts in zip(handles, places, strict=True):
@@ -488,7 +463,7 @@ class StartedMesh(NamedAxes):
             whole = torch.empty(handle.shape, dtype=handle.dtype)
             for at, rank in parts.items():
                 region = tuple(slice(a, a + n) for a, n in zip(at, local, strict=True))
-                whole[region] = found[rank][_for_rank(handle._number, rank)].tensor()
+                whole[region] = found[rank][for_rank(handle._number, rank)].tensor()
             out.append(whole)
         return out
 
@@ -622,10 +597,10 @@ class StartedMesh(NamedAxes):
         function._sent = key, used + shipper.seen
         return key
 
-    def _plan(self, function: RemoteFunction, args: tuple) -> tuple[_Plan, list]:
+    def _plan(self, function: RemoteFunction, args: tuple) -> tuple[Plan, list]:
         """How arguments like these are sent, and their leaves."""
         leaves, structure = tree.flatten(args)
-        kinds = tuple([leaf._kind if type(leaf) is Handle else _kind_of(leaf) for leaf in leaves])
+        kinds = tuple([leaf._kind if type(leaf) is Handle else kind_of(leaf) for leaf in leaves])
         plan = function._plans.get((structure, kinds))
         if plan is not None:
             return plan, leaves
@@ -650,9 +625,7 @@ class StartedMesh(NamedAxes):
         if blob not in self._structures:
             self._pending.append(("structure", (len(self._structures), blob)))
         number = self._structures.setdefault(blob, len(self._structures))
-        plan = function._plans[structure, kinds] = _Plan(
-            number, specs, moves, consumed, same, paths
-        )
+        plan = function._plans[structure, kinds] = Plan(number, specs, moves, consumed, same, paths)
         return plan, leaves
 
     def _bind_specs(self, function: RemoteFunction, args: tuple) -> list:
@@ -669,7 +642,7 @@ class StartedMesh(NamedAxes):
         mapped = function._mapped
         if mapped is not None and not any(isinstance(a, Deferred) for a in args):
             # sizes are checked as a simulated mesh checks them
-            return list(mapped._flatten(_abstract(args))[2])
+            return list(mapped._flatten(abstract(args))[2])
         for arg, each in zip(args, prefix, strict=True):
             if isinstance(arg, Deferred):
                 specs.append(each)
@@ -691,7 +664,7 @@ class StartedMesh(NamedAxes):
             with self._processes.alone(GRACE_SECONDS if plan.consumed else 0.0):
                 return self._call_alone(function, key, plan, leaves)
 
-    def _call_alone(self, function: RemoteFunction, key: bytes, plan: _Plan, leaves: list) -> Any:
+    def _call_alone(self, function: RemoteFunction, key: bytes, plan: Plan, leaves: list) -> Any:
         name = function.__name__
         if self._apart:
             self._join()
@@ -707,8 +680,8 @@ class StartedMesh(NamedAxes):
         calls = {}
         for rank in range(self.size):
             if not plan.same or rank == 0:
-                mine = sent if plan.same else [_for_rank(leaf, rank) for leaf in sent]
-                gone = given_up if plan.same else [_for_rank(each, rank) for each in given_up]
+                mine = sent if plan.same else [for_rank(leaf, rank) for leaf in sent]
+                gone = given_up if plan.same else [for_rank(each, rank) for each in given_up]
                 call = Call(key, plan.arguments, mine, plan.moves, gone, first)
                 requests = [*self._pending, ("call", (call,))]
             calls[rank] = requests
@@ -735,7 +708,7 @@ class StartedMesh(NamedAxes):
             handle._fate = fate
         return self._results_of(function, {n: a[-1].value for n, a in answers.items()}, first)
 
-    def _encode(self, name: str, plan: _Plan, index: int, leaf: Any) -> Any:
+    def _encode(self, name: str, plan: Plan, index: int, leaf: Any) -> Any:
         """A leaf as it is sent: a list of one for each rank, or the same for all."""
         if isinstance(leaf, Handle):
             if leaf._fate:
@@ -772,7 +745,7 @@ class StartedMesh(NamedAxes):
         for handle in consumed:
             numbers = handle._number
             gone = begun or any(
-                _for_rank(numbers, rank) in failure.gone for rank, failure in failures.items()
+                for_rank(numbers, rank) in failure.gone for rank, failure in failures.items()
             )
             if gone:
                 handle._fate = f"was being updated when {name} was ended by {why}; fix: go on from "
@@ -818,14 +791,14 @@ class StartedMesh(NamedAxes):
             flat = tree.broadcast_prefix(
                 function.out_specs, shown, is_leaf=is_spec, what="out_specs"
             )
-            leaves, structure = tree.flatten(shown, is_leaf=_is_slot)
+            leaves, structure = tree.flatten(shown, is_leaf=is_slot)
             rows: list[Any] = []
             for leaf, spec in zip(leaves, flat, strict=True):
                 if isinstance(leaf, ResultSlot):
                     meta = metas[leaf.index]
                     spec = spec if isinstance(spec, P) else P()
                     shape = sharding.global_shape(meta.shape, spec, self.mesh)
-                    leaf = _Row(leaf.index, self._kind(shape, meta.dtype, spec, meta.device))
+                    leaf = Row(leaf.index, self._kind(shape, meta.dtype, spec, meta.device))
                 rows.append(leaf)
             found = rows, structure
             if key:
@@ -833,7 +806,7 @@ class StartedMesh(NamedAxes):
         scalars = kept[0].numbers.get
         out = [
             Handle(self, row.kind, first + row.index, scalars(row.index))
-            if type(row) is _Row
+            if type(row) is Row
             else row
             for row in found[0]
         ]
@@ -844,15 +817,15 @@ class StartedMesh(NamedAxes):
         paths: dict[str, dict[int, tuple[int, TensorMeta]]] = {}
         for rank, (shown, metas) in layouts.items():
             for path, leaf in zip(
-                tree.paths(shown, _is_slot), tree.leaves(shown, _is_slot), strict=True
+                tree.paths(shown, is_slot), tree.leaves(shown, is_slot), strict=True
             ):
                 if isinstance(leaf, ResultSlot):
                     paths.setdefault(path, {})[rank] = first + leaf.index, metas[leaf.index]
-        whole = functools.reduce(_merge_trees, (shown for shown, _ in layouts.values()))
+        whole = functools.reduce(merge_trees, (shown for shown, _ in layouts.values()))
         flat = tree.broadcast_prefix(function.out_specs, whole, is_leaf=is_spec, what="out_specs")
-        leaves, structure = tree.flatten(whole, is_leaf=_is_slot)
+        leaves, structure = tree.flatten(whole, is_leaf=is_slot)
         out = []
-        rows = zip(tree.paths(whole, _is_slot), leaves, flat, strict=True)
+        rows = zip(tree.paths(whole, is_slot), leaves, flat, strict=True)
         for path, leaf, spec in rows:
             held = paths.get(path)
             if held is None:
@@ -868,40 +841,8 @@ class StartedMesh(NamedAxes):
         return tree.unflatten(structure, out)
 
 
-def _for_rank(leaf: Any, rank: int) -> Any:
-    if isinstance(leaf, list):
-        return leaf[rank]
-    return leaf.get(rank, -1) if isinstance(leaf, dict) else leaf
-
-
-def _kind_of(leaf: Any) -> Any:
-    """The part of a leaf that a plan depends on."""
-    if isinstance(leaf, Handle):
-        return leaf._kind
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype
-    return type(leaf)
-
-
-def _is_slot(leaf: Any) -> bool:
-    return isinstance(leaf, ResultSlot)
-
-
 def _no_object(name: Any) -> Any:
     raise AssertionError(name)
-
-
-def _merge_trees(first: Any, second: Any) -> Any:
-    """Two trees of which dicts may lack entries of the other."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        both = {**second, **first}
-        return {k: _merge_trees(first.get(k, v), second.get(k, v)) for k, v in both.items()}
-    if isinstance(first, tuple) and hasattr(first, "_fields") and not isinstance(first, ResultSlot):
-        return type(first)(*map(_merge_trees, first, second))
-    if type(first) in (list, tuple) and len(first) == len(second):
-        made: Any = type(first)
-        return made(map(_merge_trees, first, second))
-    return second if first is None else first
 
 
 def _write(text: str, is_error: bool) -> None:
