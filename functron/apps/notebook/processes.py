@@ -47,7 +47,10 @@ _RELEASE_SECONDS = 0.8  # of an interrupt, after which ranks leave their groups
 _SOON_SECONDS = 0.02  # after which Ctrl-C is raised that came as a call ended
 _STUCK_SECONDS = 3.0  # of Ctrl-C, after which another one gives up sending
 _LOOPBACK = "127.0.0.1"
-_PROGRAM = "from functron.apps.notebook.worker import main; main()"  # its classes have one name
+_PROGRAM = (  # it finds this library where the notebook does, and its classes have one name
+    "import json, sys; given = json.loads(sys.stdin.readline()); sys.path[:] = given['path']; "
+    "from functron.apps.notebook.worker import main; main(given)"
+)
 _FAIL_SECONDS = 1.5  # after the first failure, in which others may fail alike
 _LOOK_SECONDS = 0.25
 _MERGE_SECONDS = 0.3  # for which a line waits for the same one of other ranks
@@ -74,6 +77,7 @@ class Rank:
         died: how it ended; "": it runs.
         late: answers that it owes to requests that were given up.
         where: what it said last of where it is, and when.
+        free: values of which it is to be told that nobody refers to them any more.
     """
 
     number: int
@@ -86,6 +90,7 @@ class Rank:
     asked: float = 0.0
     answered: float = 0.0
     texts: dict[Any, bytes] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
 
 
 class InterruptedCallError(Exception):
@@ -193,7 +198,7 @@ class Processes:
 
     def _spawn(self, number: int, address: Any) -> subprocess.Popen:
         process = subprocess.Popen(
-            [sys.executable, "-u", "-c", _PROGRAM],
+            [sys.executable, "-P", "-u", "-c", _PROGRAM],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
@@ -332,15 +337,21 @@ class Processes:
         """
         with self.alone() as interrupt:
             interrupt.since = time.monotonic()
+            for rank in self.living:
+                rank.free += free
             asked = [rank for rank in self.living if rank.number in requests]
             self._await_late(asked, interrupt)
             if interrupt.at is not None and (interruptible or any(rank.late for rank in asked)):
                 late = [rank.number for rank in asked if rank.late]
                 raise InterruptedCallError({}, late, sent=False)
             self._serial += 1
+            before, data = None, b""
             for rank in asked:
-                message = self._serial, list(free), list(requests[rank.number])
-                self._send(rank, pickle.dumps(message, protocol=5), interrupt)
+                each = requests[rank.number]
+                if before is None or each is not before[0] or rank.free != before[1]:
+                    data = pickle.dumps((self._serial, rank.free, list(each)), protocol=5)
+                before, rank.free = (each, rank.free), []
+                self._send(rank, data, interrupt)
             interrupt.ranks = asked if interruptible else []
             interrupt.request = self._serial, self.generation
             if interrupt.at is not None:
@@ -659,7 +670,7 @@ class _Interrupt:
         self.at: float | None = None
         self.ranks: Sequence[Rank] = ()
         self.since = 0.0
-        self.request = 0, 0
+        self.request: tuple[int, int] = 0, 0
         self.is_sending = False
         self._grace = grace_seconds
         self._begun: float | None = None

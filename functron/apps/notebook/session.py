@@ -339,11 +339,13 @@ class StartedMesh(NamedAxes):
         lost = []
         parts: dict[int, dict[int, Packed]] = {number: {} for number in dead}
         for handle in self._list_handles():
-            sources = {number: self._twin_of(handle, number, dead) for number in dead}
-            if any(source is None for source in sources.values()):
+            sources = [self._twin_of(handle, number, dead) for number in dead]
+            if any(source is None for source in sources):
                 lost.append(handle)
                 continue
-            for number, source in sources.items():
+            for number, source in zip(dead, sources, strict=True):
+                assert source is not None
+                assert isinstance(handle._number, int)
                 parts[number].update(self._fetch_from(source, [handle._number]))
         return lost, parts
 

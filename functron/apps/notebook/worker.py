@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import json
 import os
 import pickle
 import signal
@@ -20,7 +19,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import AuthenticationError
@@ -559,10 +558,8 @@ def find_device(wanted: str, num_local: int) -> str:
     return "cuda" if count >= num_local and wanted != "cpu" else "cpu"
 
 
-def main() -> None:
-    """Read from the standard input where the notebook is, and be one of its ranks."""
-    given = json.loads(sys.stdin.readline())
-    sys.path[:] = given["path"]
+def main(given: Mapping[str, Any]) -> None:
+    """Be one of the ranks of a notebook, which has said where it is, and where it finds modules."""
     numbers = given["number"], given["num_local"], given["device"]
     run(tuple(given["address"]), bytes.fromhex(given["token"]), *numbers)
 

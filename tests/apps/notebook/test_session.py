@@ -232,10 +232,11 @@ def test_what_was_donated_is_gone(ranks):
 
 
 def test_values_nobody_refers_to_are_freed(ranks):
-    x = ft.shard(torch.ones(1 << 18), P("dp"), ranks)
-    held = ranks.memory()[0]["held_bytes"]
+    x, whole = ft.shard(torch.ones(1 << 18), P("dp"), ranks), ft.shard(torch.ones(2), P(), ranks)
+    held = [each["held_bytes"] for each in ranks.memory()]
     del x
-    assert ranks.memory()[0]["held_bytes"] == held - (1 << 19)
+    whole.gather()  # which asks one rank alone
+    assert [each["held_bytes"] for each in ranks.memory()] == [each - (1 << 19) for each in held]
 
 
 scale = 2.0
@@ -622,6 +623,20 @@ def test_no_process_is_left():
     assert not any(map(is_running, pids))
     with pytest.raises(RankError, match="it was closed"):
         assert_works(mine)
+
+
+def test_ranks_import_what_the_notebook_imports(ranks, tmp_path):
+    """Not what lies in the folder that they begin in."""
+    (tmp_path / "functron").mkdir()
+    (tmp_path / "functron" / "__init__.py").write_text("raise ImportError('another one')\n")
+    paths = [path or os.getcwd() for path in sys.path]
+    program = f"import sys; sys.path[:] = {paths!r}\n"
+    program += "import functron as ft\nwith ft.Mesh().start('cpu') as mesh: print(mesh.size)\n"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.stdout == "1\n", done.stderr
 
 
 NOTEBOOK = """
