@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,13 +111,16 @@ class _Task:
 
 
 def execute(
-    processes: Sequence[Process], seconds_of: Callable[[Mapping], float] = estimate_seconds
+    processes: Sequence[Process],
+    seconds_of: Callable[[Mapping], float] = estimate_seconds,
+    aborted: Collection[str] = (),
 ) -> Execution:
     """Run the operations of all ranks: each after those that its stream, events and host say.
 
     A call of NCCL begins when all of its ranks came to it, and the calls of a communicator run in
     each rank's order. The calls at the head of a set of ranks run where all of a collective's
-    ranks have it there, and each send of the set has its receive.
+    ranks have it there, and each send of the set has its receive. Calls of `aborted` communicators
+    end without the others.
     """
     members: dict[str, dict[int, list[_Task]]] = defaultdict(dict)
     sizes: dict[str, int] = defaultdict(int)
@@ -143,7 +146,9 @@ def execute(
     queues = {
         name: {rank: deque(calls) for rank, calls in of.items()} for name, of in members.items()
     }
-    while any(_run_heads(queues, name, num_done, done, arrived) for name in queues):
+    while any(_run_heads(queues, name, num_done, done, arrived) for name in queues) or any(
+        _abort_calls(queues[name], done, arrived) for name in {*aborted} & {*queues}
+    ):
         pass
     for name, left in queues.items():
         if any(left.values()):
@@ -251,9 +256,22 @@ def _run_heads(
     return bool(ready)
 
 
-def find_unmatched(processes: Sequence[Process]) -> list[str]:
-    """Communicators whose ranks wait for one another for ever."""
-    return execute(processes).stuck
+def _abort_calls(queues: Mapping[int, deque[_Task]], done: Execution, arrived: set[_Task]) -> bool:
+    """Whether there were calls that wait in a communicator; they have ended."""
+    waiting = [task for tasks in queues.values() for task in tasks if task in arrived]
+    for tasks in queues.values():
+        kept = [task for task in tasks if task not in arrived]
+        tasks.clear()
+        tasks.extend(kept)
+    for task in waiting:
+        task.is_done = True
+    _finish(waiting, done, arrived)
+    return bool(waiting)
+
+
+def find_unmatched(processes: Sequence[Process], aborted: Collection[str] = ()) -> list[str]:
+    """Communicators whose ranks wait for one another for ever, beside those that were aborted."""
+    return execute(processes, aborted=aborted).stuck
 
 
 def _find_ready(heads: Mapping[int, list[Call]], size: int) -> set[int]:

@@ -123,6 +123,16 @@ def wait(stream: int, event: int = 1) -> dict:
     return {"op": "wait", "stream": stream, "event": event}
 
 
+def test_calls_of_an_aborted_communicator_end():
+    first, second = member(0), member(0, group="h")
+    host = {"op": "synchronize", "stream": -1}
+    on_stream = {**call("AllReduce"), "stream": 1}
+    lone = make(0, first, second, on_stream, host, call("AllGather", group="h"))
+    other = make(1, member(1), member(1, group="h"), call("AllGather", group="h"))
+    assert len(journal.find_unmatched([lone, other])) == 2
+    assert journal.find_unmatched([lone, other], aborted=["g"]) == []
+
+
 def test_two_streams_without_an_event_race():
     made = make(0, use(1, writes=[(100, 50)]), use(2, reads=[(120, 4)]))
     (problem,) = journal.find_races(made)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from functron.apps.notebook.worker import ResultSlot
+from functron.core import tree
 from functron.core.errors import public
 from functron.spmd import P
 
@@ -38,8 +40,8 @@ class Handle:
     __slots__ = ("__weakref__", "_fate", "_kind", "_number", "_ranks", "_scalar")
 
     def __init__(self, ranks: Any, kind: Kind, number: int | dict, scalar: Any = None):
-        self._ranks, self._kind, self._number, self._scalar = ranks, kind, number, scalar
         self._fate = ""
+        self._ranks, self._kind, self._number, self._scalar = ranks, kind, number, scalar
 
     shape = property(lambda self: self._kind.shape)
     dtype = property(lambda self: self._kind.dtype)
@@ -118,9 +120,9 @@ class Handle:
             return f"{text}, {self._fate.partition(';')[0]})"
         if self._kind.local is not None:
             return f"{text}, of the ranks {sorted(self._kind.local)})"
-        if self.ndim == 0:
-            return f"{text}, {self.item()})"
-        return f"{text}, {self.gather()})" if self.numel() <= 64 else f"{text})"
+        if self.numel() > 64 or not self._ranks._can_fetch(self):
+            return f"{text})"
+        return f"{text}, {self.gather() if self.ndim else self.item()})"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(torch.Tensor, name):
@@ -135,9 +137,8 @@ class Handle:
         raise TypeError(_refusal(getattr(func, "__name__", str(func))))
 
     def __del__(self) -> None:
-        ranks = getattr(self, "_ranks", None)
-        if ranks is not None and not self._fate:
-            ranks._free.append(self._number)
+        if not self._fate:
+            self._ranks._free.append(self._number)
 
 
 def _refusal(what: str) -> str:
@@ -171,3 +172,73 @@ class Deferred:
 
     def __init__(self, function: Any, args: tuple):
         self.function, self.args = function, args
+
+
+class Plan(NamedTuple):
+    """How calls with arguments of one kind are sent.
+
+    Attributes:
+        arguments: the number by which ranks know their structure.
+        specs: of each leaf.
+        moves: of handles that are split in another way.
+        consumed: which handles among the leaves are given up.
+        same: whether all ranks are sent the same: numbers of values, and other leaves as they are.
+        paths: of the leaves.
+    """
+
+    arguments: int
+    specs: list[P | None]
+    moves: dict[int, tuple[P, P]]
+    consumed: list[int]
+    same: bool
+    paths: list[str]
+
+
+class Row(NamedTuple):
+    """A result that becomes a handle: its place among the tensors, and its kind."""
+
+    index: int
+    kind: Kind
+
+
+def for_rank(leaf: Any, rank: int) -> Any:
+    """The part of what is sent, of a list or dict by rank, that is this rank's."""
+    if isinstance(leaf, list):
+        return leaf[rank]
+    return leaf.get(rank, -1) if isinstance(leaf, dict) else leaf
+
+
+def kind_of(leaf: Any) -> Any:
+    """The part of a leaf that a plan depends on."""
+    if isinstance(leaf, Handle):
+        return leaf._kind
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype
+    return type(leaf)
+
+
+def is_slot(leaf: Any) -> bool:
+    """Whether a leaf is the place of a tensor."""
+    return isinstance(leaf, ResultSlot)
+
+
+def merge_trees(first: Any, second: Any) -> Any:
+    """Two trees of which dicts may lack entries of the other."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        both = {**second, **first}
+        return {k: merge_trees(first.get(k, v), second.get(k, v)) for k, v in both.items()}
+    if isinstance(first, tuple) and hasattr(first, "_fields") and not isinstance(first, ResultSlot):
+        return type(first)(*map(merge_trees, first, second))
+    if type(first) in (list, tuple) and len(first) == len(second):
+        made: Any = type(first)
+        return made(map(merge_trees, first, second))
+    return second if first is None else first
+
+
+def abstract(given: Any) -> Any:
+    """Meta tensors in place of handles."""
+    return tree.map(lambda x: _meta(x._kind) if isinstance(x, Handle) else x, given)
+
+
+def _meta(kind: Kind) -> torch.Tensor:
+    return torch.empty(kind.shape, dtype=kind.dtype, device="meta")

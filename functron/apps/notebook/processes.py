@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import json
+import linecache
 import os
 import pickle
+import re
 import secrets
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Listener, wait
+from multiprocessing.connection import Listener
 from typing import Any
 
 import torch.distributed as dist
 
-from functron.apps.notebook.worker import Answer, Hello, WorkerPlace
+from functron.apps.notebook.shipping import load
+from functron.apps.notebook.worker import Answer, Failure, Hello, WorkerPlace
 from functron.core.errors import refuse
 from functron.spmd.flight import list_ranks
 
@@ -34,14 +39,31 @@ START_SECONDS = 120.0
 HOSTS_SECONDS = 900.0
 INTERRUPT_SECONDS = 2.0
 """How long an interrupted program has to return on all ranks."""
+GRACE_SECONDS = 0.3
+"""For which Ctrl-C lets a call that consumes values end by itself."""
 HANG_SECONDS = 8.0
 """After which a rank that others wait for is named."""
-_RELEASE_SECONDS = 1.0  # of an interrupt, after which ranks leave their groups
+_RELEASE_SECONDS = 0.8  # of an interrupt, after which ranks leave their groups
+_SOON_SECONDS = 0.02  # after which Ctrl-C is raised that came as a call ended
+_STUCK_SECONDS = 3.0  # of Ctrl-C, after which another one gives up sending
 _LOOPBACK = "127.0.0.1"
-_PROGRAM = "from functron.apps.notebook.worker import main; main()"  # its classes have one name
+_PROGRAM = (  # it finds this library where the notebook does, and its classes have one name
+    "import json, sys; given = json.loads(sys.stdin.readline()); sys.path[:] = given['path']; "
+    "from functron.apps.notebook.worker import main; main(given)"
+)
 _FAIL_SECONDS = 1.5  # after the first failure, in which others may fail alike
 _LOOK_SECONDS = 0.25
 _MERGE_SECONDS = 0.3  # for which a line waits for the same one of other ranks
+
+
+_NEWLINE = "\n"
+RESTART = "ranks.restart()"
+_FOLLOWS = ("LostRanksError", "DistBackendError", "HostError", "KeyboardInterrupt")
+"""Errors of ranks that others have left."""
+
+
+class RankError(RuntimeError):
+    """A rank died, or raised what cannot be raised here."""
 
 
 @dataclass
@@ -55,6 +77,7 @@ class Rank:
         died: how it ended; "": it runs.
         late: answers that it owes to requests that were given up.
         where: what it said last of where it is, and when.
+        free: values of which it is to be told that nobody refers to them any more.
     """
 
     number: int
@@ -67,6 +90,7 @@ class Rank:
     asked: float = 0.0
     answered: float = 0.0
     texts: dict[Any, bytes] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
 
 
 class InterruptedCallError(Exception):
@@ -141,6 +165,11 @@ class Processes:
         self._store_at = host, port
         self.ranks: list[Rank] = []
         self._lines: dict[bool, dict[int, deque]] = {False: {}, True: {}}
+        self._drawing: dict[bool, int] = {}  # ranks that draw a bar, on standard output and error
+        self.lock = threading.RLock()
+        self._interrupt: _Interrupt | None = None
+        self._soon: threading.Timer | None = None
+        self._serial = 0
 
     def start(self, numbers: Sequence[int]) -> None:
         """Start the processes of these ranks, or wait for them from other hosts.
@@ -149,12 +178,17 @@ class Processes:
             ValueError: they have not the same kind of device.
             RuntimeError: one ended, or did not come in time; with what it printed.
         """
-        key = self._token.encode()
-        with Listener(self._hosts.where(), backlog=64, authkey=key) as listener:
-            local = [number for number in numbers if number < self._hosts.num_local]
-            new = {number: Rank(number, self._spawn(number, listener.address)) for number in local}
+        key, new = self._token.encode(), dict[int, Rank]()
+        with (
+            self.alone() as interrupt,
+            Listener(self._hosts.where(), backlog=64, authkey=key) as listener,
+        ):
             try:
-                self._accept(listener, new, [n for n in numbers if n not in new])
+                for number in numbers:
+                    if number < self._hosts.num_local:
+                        new[number] = Rank(number, self._spawn(number, listener.address))
+                others = [number for number in numbers if number not in new]
+                self._accept(listener, new, others, interrupt)
             except BaseException:
                 for rank in new.values():
                     _kill(rank)
@@ -164,7 +198,7 @@ class Processes:
 
     def _spawn(self, number: int, address: Any) -> subprocess.Popen:
         process = subprocess.Popen(
-            [sys.executable, "-u", "-c", _PROGRAM],
+            [sys.executable, "-P", "-u", "-c", _PROGRAM],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
@@ -180,7 +214,9 @@ class Processes:
             os.set_blocking(pipe.fileno(), False)
         return process
 
-    def _accept(self, listener: Listener, new: dict[int, Rank], others: Sequence[int]) -> None:
+    def _accept(
+        self, listener: Listener, new: dict[int, Rank], others: Sequence[int], interrupt: _Interrupt
+    ) -> None:
         """Take the connections of the local ranks, `new`, and of as many of other hosts."""
         if others:
             self._write(self._invite(len(others)), True)
@@ -195,6 +231,8 @@ class Processes:
                     text = "".join(f"{text}\n" for _, text in _read_pipes(rank)).strip()
                     ended = f"rank {rank.number} ended as it started ({_ending(rank.process)})"
                     raise RuntimeError(f"{ended}:\n{text}")
+            if interrupt.at is not None:
+                raise KeyboardInterrupt("the ranks were not started")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{missing // 2} ranks did not come within {limit:.0f} s")
             try:
@@ -233,6 +271,49 @@ class Processes:
         """The ranks that run."""
         return [rank for rank in self.ranks if not rank.died]
 
+    @contextlib.contextmanager
+    def alone(self, grace_seconds: float = 0.0) -> Iterator[_Interrupt]:
+        """For one thread at a time; Ctrl-C raises nothing in it: half a request would be left.
+
+        Where the block ends all the same, KeyboardInterrupt is raised soon after it, so that its
+        results are assigned before, or at the beginning of the next block.
+
+        Args:
+            grace_seconds: see `_Interrupt`.
+        """
+        self.check_owner()
+        with self.lock:
+            if self._interrupt is not None:
+                yield self._interrupt
+                return
+            main = threading.current_thread() is threading.main_thread()
+            if main and self._soon is not None:
+                soon, self._soon = self._soon, None
+                if soon.is_alive():
+                    soon.cancel()
+                    raise KeyboardInterrupt
+            interrupt = self._interrupt = _Interrupt(grace_seconds)
+            before = signal.signal(signal.SIGINT, interrupt.signal) if main else None
+            try:
+                yield interrupt
+            finally:
+                self._interrupt = None
+                if main:
+                    signal.signal(signal.SIGINT, before)
+        if interrupt.at is not None:
+            ident = threading.get_ident()
+            self._soon = threading.Timer(_SOON_SECONDS, signal.pthread_kill, (ident, signal.SIGINT))
+            self._soon.daemon = True
+            self._soon.start()
+
+    def check_owner(self) -> None:
+        """Raise RuntimeError in a process that was forked from the one that started the ranks."""
+        if os.getpid() != self._owner:
+            raise RuntimeError(
+                "got a started mesh in a process that was forked from the one that started it; "
+                "wanted that one; fix: start a mesh of its own"
+            )
+
     def ask(
         self,
         requests: Mapping[int, Sequence[tuple[str, tuple]]],
@@ -245,34 +326,63 @@ class Processes:
         A rank that ends meanwhile has no answer; `Rank.died` says why. The first request of a rank
         that fails is its last.
 
+        Args:
+            requests: of each rank: names and arguments.
+            free: values that nobody refers to any more.
+            interruptible: whether Ctrl-C interrupts what the ranks do; else they end it.
+
         Raises:
             InterruptedCallError: Ctrl-C came: the ranks were interrupted, and those that could be
                 waited for have answered.
         """
-        if os.getpid() != self._owner:
-            raise RuntimeError("the ranks were started by another process, which forked this one")
-        asked = [rank for rank in self.living if rank.number in requests]
-        with _taking_interrupts(interruptible, asked) as interrupt:
+        with self.alone() as interrupt:
+            interrupt.since = time.monotonic()
+            for rank in self.living:
+                rank.free += free
+            asked = [rank for rank in self.living if rank.number in requests]
             self._await_late(asked, interrupt)
-            if interrupt.at is not None:
+            if interrupt.at is not None and (interruptible or any(rank.late for rank in asked)):
                 late = [rank.number for rank in asked if rank.late]
                 raise InterruptedCallError({}, late, sent=False)
+            self._serial += 1
+            before, data = None, b""
             for rank in asked:
-                data = pickle.dumps((list(free), list(requests[rank.number])), protocol=5)
-                with contextlib.suppress(OSError):  # its end is noticed below
-                    rank.requests.send_bytes(data)
-            answers = self._collect(asked, interrupt)
-        if interrupt.at is not None:
+                each = requests[rank.number]
+                if before is None or each is not before[0] or rank.free != before[1]:
+                    data = pickle.dumps((self._serial, rank.free, list(each)), protocol=5)
+                before, rank.free = (each, rank.free), []
+                self._send(rank, data, interrupt)
+            interrupt.ranks = asked if interruptible else []
+            interrupt.request = self._serial, self.generation
+            if interrupt.at is not None:
+                interrupt.begin()
+            try:
+                answers = self._collect(asked, interrupt)
+            finally:
+                interrupt.ranks = []
             busy = [rank.number for rank in asked if rank.number not in answers and not rank.died]
-            raise InterruptedCallError(answers, busy, sent=True)
-        return answers
+            failed = any(answer[-1].failure for answer in answers.values())
+            if interrupt.at is not None and (busy or (interruptible and failed)):
+                raise InterruptedCallError(answers, busy, sent=True)
+            return answers
+
+    def _send(self, rank: Rank, data: bytes, interrupt: _Interrupt) -> None:
+        try:
+            interrupt.is_sending = True
+            with contextlib.suppress(OSError):  # its end is noticed below
+                rank.requests.send_bytes(data)
+        except KeyboardInterrupt:
+            rank.died = "Ctrl-C came while it did not take what it was sent"
+            _kill(rank)
+        finally:
+            interrupt.is_sending = False
 
     def _await_late(self, asked: Sequence[Rank], interrupt: _Interrupt) -> None:
         """Let ranks end what Ctrl-C could not interrupt."""
         while any(rank.late and not rank.died for rank in asked):
             if interrupt.overdue():
                 return
-            late = [rank for rank in asked if rank.late]
+            late = [rank for rank in asked if rank.late and not rank.died]
             for rank in self._ready(late, _LOOK_SECONDS):
                 if self._receive(rank) is not None:
                     rank.late -= 1
@@ -288,39 +398,40 @@ class Processes:
                 for rank in left:
                     rank.late += 1
                 break
-            for rank in self._ready(left, _LOOK_SECONDS):
+            seconds = _LOOK_SECONDS if interrupt.at is None else 0.05
+            for rank in self._ready(left, seconds):
                 answer = self._receive(rank)
                 if answer is not None:
                     answers[rank.number] = answer
-            self.show_output()
             interrupt.go_on()
             if time.monotonic() - began > 1.0 and interrupt.at is None:
                 self._look(asked, left, told)
-                if any(rank.died for rank in asked):
-                    interrupt.begin([rank for rank in left if not rank.died])
-            elif any(rank.died for rank in asked):
-                interrupt.begin([rank for rank in left if not rank.died])
+            if any(rank.died for rank in asked):
+                interrupt.begin()
             if failed is None and any(answer[-1].failure for answer in answers.values()):
                 failed = time.monotonic()
             if failed is not None and time.monotonic() - failed > _FAIL_SECONDS:
-                interrupt.begin([rank for rank in left if rank.number not in answers])
+                interrupt.begin()
         self.show_output(last=True)
         return answers
 
     def _ready(self, ranks: Sequence[Rank], seconds: float) -> list[Rank]:
         """The ranks of which there is an answer or an end, after what they print is shown."""
-        by_connection = {rank.requests: rank for rank in ranks}
-        pipes: list[Any] = [
-            pipe
-            for rank in self.ranks
-            if rank.process is not None
-            for pipe in (rank.process.stdout, rank.process.stderr)
-            if pipe is not None and not pipe.closed
-        ]
-        found = wait([*by_connection, *pipes], seconds)
-        if any(each not in by_connection for each in found):
+        connections = {rank.requests.fileno(): rank for rank in ranks}
+        poller = select.poll()
+        for number in connections:
+            poller.register(number, select.POLLIN)
+        for rank in self.ranks:
+            if rank.process is not None:
+                for pipe in (rank.process.stdout, rank.process.stderr):
+                    if pipe is not None and not pipe.closed:
+                        poller.register(pipe.fileno(), select.POLLIN)
+        found = [number for number, _ in poller.poll(1000 * seconds)]
+        if any(number not in connections for number in found) or any(
+            lines for by_rank in self._lines.values() for lines in by_rank.values()
+        ):
             self.show_output()
-        return [by_connection[each] for each in found if each in by_connection]
+        return [connections[number] for number in found if number in connections]
 
     def _receive(self, rank: Rank) -> list[Answer] | None:
         """An answer; None: the rank has ended."""
@@ -343,6 +454,7 @@ class Processes:
 
     def find_dead(self) -> None:
         """Notice ranks that have ended since they were asked last."""
+        self.check_owner()
         for rank in self.living:
             if rank.process is not None and rank.process.poll() is not None:
                 self._bury(rank)
@@ -385,19 +497,34 @@ class Processes:
         now = time.monotonic()
         for rank in self.ranks:
             for is_error, text in _read_pipes(rank, last=last):
-                self._lines[is_error].setdefault(rank.number, deque()).append((now, text))
+                if not text.endswith("\r"):
+                    self._lines[is_error].setdefault(rank.number, deque()).append((now, text))
+                elif text[:-1] and self._drawing.setdefault(is_error, rank.number) == rank.number:
+                    self._write(f"\r{text[:-1]}", is_error)
         for is_error, lines in self._lines.items():
             before = now if last else now - _MERGE_SECONDS
-            for text in _merge(lines, len(self.ranks), before):
-                self._write(text, is_error)
+            text = "".join(_merge(lines, len(self.ranks), before))
+            if text:
+                over = "" if self._drawing.pop(is_error, None) is None else "\r"
+                self._write(over + text, is_error)
+
+    def end(self, numbers: Sequence[int], why: str) -> None:
+        """End the processes of these ranks."""
+        for rank in self.ranks:
+            if rank.number in numbers:
+                _kill(rank)
+                rank.died = rank.died or why
 
     def close(self) -> None:
         """End all processes."""
         if os.getpid() != self._owner:
             return
-        for rank in self.ranks:
-            _kill(rank)
-            rank.died = rank.died or "it was closed"
+        with self.alone():
+            for rank in self.ranks:
+                _kill(rank, seconds=0.0)
+            for rank in self.ranks:
+                _kill(rank)
+                rank.died = rank.died or "it was closed"
 
 
 def _order_hosts(given: Sequence[Hello]) -> list[Hello]:
@@ -425,36 +552,35 @@ def _read_pipes(rank: Rank, *, last: bool = True) -> Iterator[tuple[bool, str]]:
     for is_error, pipe in ((False, rank.process.stdout), (True, rank.process.stderr)):
         if pipe is None or pipe.closed:
             continue
-        text = rank.texts.pop(is_error, b"")
-        while True:
+        closed = False
+        while not closed:
             try:
                 more = os.read(pipe.fileno(), 1 << 16)
             except BlockingIOError:
                 break
-            if not more:
-                pipe.close()
-                break
-            text += more
-        whole, newline, rest = text.rpartition(b"\n")
-        if last and rest:
-            whole, newline, rest = text, b"\n", b""
-        if rest:
-            rank.texts[is_error] = rest
-        if newline:
-            for line in whole.decode(errors="replace").split("\n"):
-                if line or not last:
-                    yield is_error, line
+            rank.texts[is_error] = rank.texts.get(is_error, b"") + more
+            closed = not more
+        if closed:
+            pipe.close()
+        yield from ((is_error, line) for line in _take_lines(rank, is_error, last=last))
 
 
 def _read_forwarded(rank: Rank) -> Iterator[tuple[bool, str]]:
     """The lines that a rank of another host has printed."""
     _read_questions(rank)
     for is_error in (False, True):
-        whole, newline, rest = rank.texts.pop(is_error, b"").rpartition(b"\n")
-        if rest:
-            rank.texts[is_error] = rest
-        for line in whole.decode().split("\n") if newline else ():
-            yield is_error, line
+        yield from ((is_error, line) for line in _take_lines(rank, is_error, last=False))
+
+
+def _take_lines(rank: Rank, is_error: bool, *, last: bool) -> Iterator[str]:
+    """The lines among what a rank has printed; those that are written over keep their "\\r"."""
+    *found, rest = re.split(rb"(\r(?!\n|\Z)|\r?\n)", rank.texts.pop(is_error, b""))
+    for line, end in zip(found[::2], found[1::2], strict=True):
+        yield line.decode(errors="replace") + ("\r" if end == b"\r" else "")
+    if rest and last:
+        yield rest.decode(errors="replace").removesuffix("\r")
+    elif rest:
+        rank.texts[is_error] = rest
 
 
 def _read_questions(rank: Rank) -> None:
@@ -474,17 +600,20 @@ def _merge(lines: dict[int, deque], num_ranks: int, before: float) -> Iterator[s
 
     Lines that are not of all ranks stay in `lines` for a while, unless they are from `before`.
     """
+    counts = {number: Counter(text for _, text in found) for number, found in lines.items()}
     while any(lines.values()):
         first = min(number for number, found in lines.items() if found)
         at, line = lines[first][0]
-        having = [n for n, found in lines.items() if any(text == line for _, text in found)]
+        having = [number for number, found in counts.items() if found[line]]
         if len(having) < num_ranks:
             if at > before:
                 return
             having = [n for n in having if lines[n][0][1] == line]
         for number in having:  # what a rank has printed before it
             while (text := lines[number].popleft()[1]) != line:
+                counts[number][text] -= 1
                 yield f"[rank {number}] {text}\n"
+            counts[number][line] -= 1
         name = "" if len(having) == num_ranks else f"[{list_ranks(sorted(having))}] "
         yield f"{name}{line}\n"
 
@@ -503,8 +632,8 @@ def _pid(rank: Rank) -> str:
     return "of another host" if rank.process is None else f"pid {rank.process.pid}"
 
 
-def _kill(rank: Rank) -> None:
-    """End a rank's process and what it started."""
+def _kill(rank: Rank, seconds: float = 5.0) -> None:
+    """End a rank's process and what it started, and wait for its end."""
     for connection in (rank.requests, rank.questions):
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -514,8 +643,10 @@ def _kill(rank: Rank) -> None:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+    if not seconds:
+        return
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(5.0)
+        process.wait(seconds)
     for pipe in (process.stdout, process.stderr):
         if pipe is not None and not pipe.closed:
             pipe.close()
@@ -524,57 +655,124 @@ def _kill(rank: Rank) -> None:
 class _Interrupt:
     """An interrupt of a request: when it came, and what was done.
 
+    Args:
+        grace_seconds: for which a first Ctrl-C lets the ranks end what they do.
+
     Attributes:
         at: when Ctrl-C came; None: it has not.
+        ranks: whose program it interrupts.
+        since: when the request began.
+        request: which one: its serial number, and the generation of the groups.
+        is_sending: whether a rank is being sent a request.
     """
 
-    def __init__(self, ranks: Sequence[Rank]):
+    def __init__(self, grace_seconds: float):
         self.at: float | None = None
+        self.ranks: Sequence[Rank] = ()
+        self.since = 0.0
+        self.request: tuple[int, int] = 0, 0
+        self.is_sending = False
+        self._grace = grace_seconds
         self._begun: float | None = None
         self._released = False
-        self._ranks = ranks
 
     def signal(self, number: int, frame: Any) -> None:
         """The handler of SIGINT."""
-        self.at = self.at or time.monotonic()
-        self.begin([rank for rank in self._ranks if not rank.died])
+        now = time.monotonic()
+        if self.is_sending and self.at is not None and now - self.at > _STUCK_SECONDS:
+            raise KeyboardInterrupt
+        if self.at is not None or not self._grace:
+            self.begin()
+        self.at = self.at or now
 
-    def begin(self, ranks: Sequence[Rank]) -> None:
-        """Interrupt the program on these ranks, once."""
-        if self._begun is None:
+    def begin(self) -> None:
+        """Interrupt the program on the ranks, once."""
+        if self._begun is None and self.ranks:
             self._begun = time.monotonic()
-            _tell(ranks, "interrupt")
+            _tell(self.ranks, ("interrupt", self.request[0]))
 
     def go_on(self) -> None:
-        """Have all ranks leave their groups, where one still waits in them for another."""
-        late = self._begun is not None and time.monotonic() - self._begun > _RELEASE_SECONDS
-        if late and not self._released:
+        """Interrupt after the time of grace; and have all ranks leave groups in which one waits."""
+        now = time.monotonic()
+        if self.at is not None and now - self.at > self._grace:
+            self.begin()
+        if self._begun is not None and now - self._begun > _RELEASE_SECONDS and not self._released:
             self._released = True
-            _tell([rank for rank in self._ranks if not rank.died], "release")
+            _tell(self.ranks, ("release", self.request[1]))
 
     def overdue(self) -> bool:
         """Whether Ctrl-C came so long ago that nothing is waited for any more."""
-        return self.at is not None and time.monotonic() - self.at > INTERRUPT_SECONDS - 0.3
+        now = time.monotonic()
+        return self.at is not None and now - max(self.at, self.since) > INTERRUPT_SECONDS - 0.3
 
 
-def _tell(ranks: Sequence[Rank], what: str) -> None:
+def _tell(ranks: Sequence[Rank], what: Any) -> None:
     for rank in ranks:
-        with contextlib.suppress(OSError):
-            rank.questions.send(what)
+        if not rank.died:
+            with contextlib.suppress(OSError):
+                rank.questions.send(what)
 
 
-@contextlib.contextmanager
-def _taking_interrupts(wanted: bool, ranks: Sequence[Rank]) -> Iterator[_Interrupt]:
-    """Pass Ctrl-C on to the ranks in this with block, where handlers are allowed.
+def show_warnings(answers: Mapping[int, list[Answer]], num_ranks: int) -> None:
+    """Warn of what ranks warned of."""
+    found: dict[tuple, list[int]] = {}
+    for number, each in answers.items():
+        for warned in each[-1].warned:
+            found.setdefault(warned, []).append(number)
+    for (category, text, file, line), numbers in found.items():
+        name = "" if len(numbers) == num_ranks else f"[{list_ranks(numbers)}] "
+        warnings.warn_explicit(f"{name}{text}", category, file, line)
 
-    Nothing is raised within: half a request would be left with the ranks.
-    """
-    interrupt = _Interrupt(ranks)
-    if not wanted or threading.current_thread() is not threading.main_thread():
-        yield interrupt
+
+def raise_failures(
+    name: str, answers: Mapping[int, list[Answer]], asked: Sequence[Rank], num_ranks: int
+) -> None:
+    """Raise what ranks raised: one error, with the ranks and the line that it is about."""
+    failures = {n: a[-1].failure for n, a in sorted(answers.items()) if a[-1].failure}
+    dead = [rank for rank in asked if rank.died and rank.number not in answers]
+    if dead:
+        ends = ", ".join(f"rank {rank.number} died ({rank.died})" for rank in dead)
+        rest = "the others live; " if len(dead) < num_ranks else ""
+        error: BaseException = RankError(f"{ends} in {name}; {rest}fix: {RESTART}")
+        _add_places(error, failures)
+        raise error
+    if not failures:
         return
-    before = signal.signal(signal.SIGINT, interrupt.signal)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, before)
+    own = {n: f for n, f in failures.items() if f.kind not in _FOLLOWS}
+    number, failure = next(iter((own or failures).items()))
+    error = _error_of(failure)
+    same = [n for n, f in failures.items() if (f.kind, f.text) == (failure.kind, failure.text)]
+    if num_ranks > 1:
+        everywhere = "all ranks" if len(same) == num_ranks else list_ranks(same)
+        error.add_note(f"raised on {everywhere} in {name}")
+    _add_places(error, {number: failure})
+    for other, each in own.items():
+        if other not in same:
+            error.add_note(f"rank {other} raised {each.kind}: {each.text.partition(_NEWLINE)[0]}")
+    raise error
+
+
+def _error_of(failure: Failure) -> BaseException:
+    if failure.error:
+        try:
+            error = load(failure.error, lambda name: None)
+        except Exception:  # of a class that cannot be made here
+            error = None
+        if isinstance(error, BaseException) and not isinstance(
+            error, KeyboardInterrupt | SystemExit
+        ):
+            return error
+    return RankError(f"{failure.kind}: {failure.text}")
+
+
+def _add_places(error: BaseException, failures: Mapping[int, Failure]) -> None:
+    """Add the user's lines of where ranks failed."""
+    for number, failure in failures.items():
+        own = [frame for frame in failure.frames if frame.own]
+        lines = [f"on rank {number}:"]
+        for frame in own[-4:]:
+            lines.append(f"  {frame.file}:{frame.number}, in {frame.name}")
+            if source := linecache.getline(frame.file, frame.number).strip():
+                lines.append(f"    {source}")
+        if own:
+            error.add_note(_NEWLINE.join(lines))

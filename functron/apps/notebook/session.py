@@ -14,22 +14,49 @@ torchrun would run, to the bit.
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import inspect
-import linecache
+import pickle
 import sys
-import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from functron.apps.notebook.handles import Deferred, Handle, Kind
-from functron.apps.notebook.processes import Hosts, InterruptedCallError, Processes
-from functron.apps.notebook.shipping import Packed, UsedValue, dump, load, require_cloudpickle
-from functron.apps.notebook.worker import Answer, Call, Failure, KeptResults, ResultSlot, TensorMeta
+from functron.apps.notebook.handles import (
+    Deferred,
+    Handle,
+    Kind,
+    Plan,
+    Row,
+    abstract,
+    for_rank,
+    is_slot,
+    kind_of,
+    merge_trees,
+)
+from functron.apps.notebook.processes import (
+    GRACE_SECONDS,
+    RESTART,
+    Hosts,
+    InterruptedCallError,
+    Processes,
+    RankError,
+    raise_failures,
+    show_warnings,
+)  # fmt: skip
+from functron.apps.notebook.shipping import (
+    Packed,
+    UsedValue,
+    dump,
+    load,
+    refuse_unsendable,
+    require_cloudpickle,
+)  # fmt: skip
+from functron.apps.notebook.worker import Answer, Call, KeptResults, ResultSlot, TensorMeta
 from functron.compiler.jit import Jitted, jit
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
@@ -45,33 +72,8 @@ from functron.spmd.spec import is_spec
 from functron.training.step import init_state, state_specs
 from functron.transforms import capture, intervene
 
-_FOLLOWS = ("LostRanksError", "DistBackendError", "HostError", "KeyboardInterrupt")
-"""Errors of ranks that others have left."""
 _WHOLE = P()
-_RESTART = "ranks.restart()"
 _TIMEOUT_SECONDS = 300.0
-
-
-class RankError(RuntimeError):
-    """A rank died, or raised what cannot be raised here."""
-
-
-class _Plan(NamedTuple):
-    """How calls with arguments of one kind are sent.
-
-    Attributes:
-        arguments: the number by which ranks know their structure.
-        specs: of each leaf.
-        moves: of handles that are split in another way.
-        consumed: which leaves are given up.
-        paths: of the leaves.
-    """
-
-    arguments: int
-    specs: list[P | None]
-    moves: dict[int, tuple[P, P]]
-    consumed: frozenset[int]
-    paths: list[str]
 
 
 class RemoteFunction:
@@ -89,10 +91,10 @@ class RemoteFunction:
         self, ranks: StartedMesh, make: Callable, args: tuple, kwargs: Mapping[str, Any],
         *, twin: Any = None, in_specs: Any = (), out_specs: Any = None, stages: str | None = None,
     ):  # fmt: skip
+        self._sent: tuple[bytes, list[UsedValue]] | None = None
         self.ranks, self.twin, self.in_specs, self.out_specs = ranks, twin, in_specs, out_specs
         self._recipe = make, args, dict(kwargs)
-        self._sent: tuple[bytes, list[UsedValue]] | None = None
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[Any, Plan] = {}
         self._results: dict[int, tuple[list, tree.Structure]] = {}
         inner, self.donate = twin, set()
         while isinstance(inner, Jitted):
@@ -114,8 +116,12 @@ class RemoteFunction:
         """Learn the specs of the results; `partition` and `capture` find them by tracing."""
         if self._mapped is not None and self.out_specs is None:
             if type(self._mapped) is not MappedFunction:
-                eval_shape(self._mapped)(*_abstract(args))
+                eval_shape(self._mapped)(*abstract(args))
             self.out_specs = self._mapped.out_specs
+
+    def __del__(self) -> None:
+        if self._sent is not None:
+            self.ranks._unused.append(self._sent[0])
 
     @public
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +140,7 @@ class RemoteFunction:
         """The result of a function of the library for this one: compiled, traced, or refused."""
         if fn in (trace, eval_shape) and self.twin is not None:
             made = fn(*_local(args), **_local_dict(kwargs))
-            return lambda *given, **rest: made(*_abstract(given), **_abstract(rest))
+            return lambda *given, **rest: made(*abstract(given), **abstract(rest))
         if fn in _MAPPING:
             twin = fn(*_local(args), **_local_dict(kwargs))
             return RemoteFunction(self.ranks, fn, args, kwargs, twin=twin)
@@ -161,15 +167,6 @@ def _local_dict(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(kwargs, _local(kwargs.values()), strict=True))
 
 
-def _abstract(given: Any) -> Any:
-    """Meta tensors in place of handles."""
-    return tree.map(lambda x: _meta(x._kind) if isinstance(x, Handle) else x, given)
-
-
-def _meta(kind: Kind) -> torch.Tensor:
-    return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
-
-
 class StartedMesh(NamedAxes):
     """A mesh whose ranks are processes that this one has started; see `functron.Mesh.start`.
 
@@ -189,12 +186,16 @@ class StartedMesh(NamedAxes):
         self._structures: dict[bytes, int] = {}
         self._pending: list[tuple[str, tuple]] = []
         self._numbers = 0
-        self._known: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._uses: Counter[bytes] = Counter()
+        self._unused: deque[bytes] = deque()
+        self._apart = True
+        self._metas: dict[tuple[TensorMeta, ...], tuple[TensorMeta, ...]] = {}
         self._closed = ""
         self._end = weakref.finalize(self, self._processes.close)
         try:
-            self._processes.start(range(mesh.size))
-            self._join(range(mesh.size))
+            with self._processes.alone():
+                self._processes.start(range(mesh.size))
+                self._join()
         except BaseException:
             self.close()
             raise
@@ -207,8 +208,9 @@ class StartedMesh(NamedAxes):
 
     def close(self) -> None:
         """End the ranks; their values are lost."""
-        self._closed = self._closed or "it was closed"
-        self._end()
+        with self._processes.alone():
+            self._closed = self._closed or "it was closed"
+            self._end()
 
     def __repr__(self) -> str:
         text = f"StartedMesh({self.mesh}) on {self.device}"
@@ -317,38 +319,52 @@ class StartedMesh(NamedAxes):
 
         A value of which another rank has the same part comes back from there; see `Handle.spec`.
         """
-        processes = self._processes
-        processes.find_dead()
-        dead = [rank.number for rank in processes.ranks if rank.died]
-        if not dead:
-            return []
-        self._refuse_closed(among_living=True)
-        lost, moved = [], []
-        for handle in [h for h in list(self._known) if not h._fate]:
-            sources = {number: self._twin_of(handle, number, dead) for number in dead}
-            if any(source is None for source in sources.values()):
+        with self._processes.alone():
+            self._processes.find_dead()
+            dead = [rank.number for rank in self._processes.ranks if rank.died]
+            if not dead:
+                return []
+            self._refuse_closed(among_living=True)
+            lost, parts = self._find_lost(dead)
+            self._processes.start(dead)
+            try:
+                self._bring_back(dead, parts)
+            except BaseException:
+                self._processes.end(dead, "its restart did not end")
+                raise
+            for handle in lost:
                 handle._fate = f"died with {list_ranks(dead)}; fix: make it again"
                 self._free.append(handle._number)
-                lost.append(handle)
-            else:
-                moved.append((handle, sources))
-        parts: dict[int, dict[int, Packed]] = {number: {} for number in dead}
-        for handle, sources in moved:
-            for number, source in sources.items():
-                parts[number].update(self._fetch_from(source, [handle._number]))
-        processes.start(dead)
-        for number in dead:
-            self._layouts[number] = {}
-        self._join(range(self.size))
-        again = [("define", item) for item in self._blobs.items()]
-        again += [("structure", (n, blob)) for blob, n in self._structures.items()]
-        for number in dead:
-            self._ask([*again, ("put", (parts[number],))], [number])
         if lost:
             rows = "".join(f"\n  {handle!r}" for handle in lost[:8])
             more = f"\n  and {len(lost) - 8} more" if lost[8:] else ""
             _write(f"{list_ranks(dead)} died with {len(lost)} values:{rows}{more}\n", True)
         return lost
+
+    def _find_lost(self, dead: Sequence[int]) -> tuple[list[Handle], dict[int, dict[int, Packed]]]:
+        """The handles whose values are lost, and for each rank those that others have."""
+        lost = []
+        parts: dict[int, dict[int, Packed]] = {number: {} for number in dead}
+        for handle in self._list_handles():
+            sources = [self._twin_of(handle, number, dead) for number in dead]
+            if any(source is None for source in sources):
+                lost.append(handle)
+                continue
+            for number, source in zip(dead, sources, strict=True):
+                assert source is not None
+                assert isinstance(handle._number, int)
+                parts[number].update(self._fetch_from(source, [handle._number]))
+        return lost, parts
+
+    def _bring_back(self, dead: Sequence[int], parts: Mapping[int, dict[int, Packed]]) -> None:
+        """Give ranks that were started again what the others have."""
+        for number in dead:
+            self._layouts[number] = {}
+        self._join()
+        again = [("define", item) for item in self._blobs.items()]
+        again += [("structure", (n, blob)) for blob, n in self._structures.items()]
+        for number in dead:
+            self._ask([*again, ("put", (parts[number],))], [number])
 
     def _twin_of(self, handle: Handle, number: int, dead: Sequence[int]) -> int | None:
         """A living rank that holds the same part of a value as a dead one."""
@@ -362,11 +378,26 @@ class StartedMesh(NamedAxes):
                 return other
         return None
 
-    def _join(self, numbers: Collection[int]) -> None:
+    def _join(self) -> None:
+        """Have all ranks make their groups."""
+        self._apart = True
         self._processes.generation += 1
-        request = [("join", (self._processes.generation,))]
-        answers = self._processes.ask(dict.fromkeys(numbers, request), interruptible=False)
-        self._raise_failures("joining the ranks", answers, numbers)
+        request = [("join", (self._processes.generation, self._numbers))]
+        self._exchange("joining the ranks", dict.fromkeys(range(self.size), request))
+        self._apart = False
+
+    def _exchange(
+        self, name: str, requests: Mapping[int, Sequence[tuple[str, tuple]]]
+    ) -> dict[int, list[Answer]]:
+        """Ask ranks for what Ctrl-C does not interrupt; raises what they raise."""
+        try:
+            answers = self._processes.ask(requests, self._freed(), interruptible=False)
+        except InterruptedCallError as error:
+            late = f"{list_ranks(error.busy)} did not answer to {name}"
+            raise KeyboardInterrupt(f"{late}: the next call waits for it") from None
+        asked = [rank for rank in self._processes.ranks if rank.number in requests]
+        raise_failures(name, answers, asked, self.size)
+        return answers
 
     def _refuse_closed(self, *, among_living: bool = False) -> None:
         if self._closed:
@@ -375,7 +406,7 @@ class StartedMesh(NamedAxes):
         dead = [rank for rank in self._processes.ranks if rank.died]
         if dead and not among_living:
             ends = ", ".join(f"rank {rank.number} ({rank.died})" for rank in dead)
-            fix = f"{_RESTART}, which brings back what other ranks have, and names what is lost"
+            fix = f"{RESTART}, which brings back what other ranks have, and names what is lost"
             raise RankError(f"{ends} died; wanted all ranks of {self.mesh}; fix: {fix}")
 
     def _ask(
@@ -385,11 +416,7 @@ class StartedMesh(NamedAxes):
         self._refuse_closed(among_living=True)
         living = [rank.number for rank in self._processes.living]
         wanted = living if numbers is None else [n for n in numbers if n in living]
-        answers = self._processes.ask(
-            dict.fromkeys(wanted, requests), self._freed(), interruptible=False
-        )
-        self._raise_failures("a request", answers, wanted)
-        return answers
+        return self._exchange("a request", dict.fromkeys(wanted, requests))
 
     def _freed(self) -> list[int]:
         freed = []
@@ -401,11 +428,21 @@ class StartedMesh(NamedAxes):
     def _fetch_from(self, rank: int, numbers: Sequence[int]) -> dict[int, Packed]:
         answers = self._ask([("fetch", (numbers,))], [rank])
         if rank not in answers:
-            raise RankError(f"rank {rank} died; fix: {_RESTART}")
+            raise RankError(f"rank {rank} died; fix: {RESTART}")
         return answers[rank][0].value
 
     def _fetch(self, handles: Sequence[Handle]) -> list[torch.Tensor]:
         """The whole values, each part from one rank that has it."""
+        with self._processes.alone():
+            return self._fetch_alone(handles)
+
+    def _can_fetch(self, handle: Handle) -> bool:
+        """Whether a handle can be shown: all parts of its value are with ranks that run."""
+        dead = [rank.number for rank in self._processes.ranks if rank.died]
+        there = all(self._twin_of(handle, number, dead) is not None for number in dead)
+        return there and not self._closed
+
+    def _fetch_alone(self, handles: Sequence[Handle]) -> list[torch.Tensor]:
         wanted: dict[int, list[int]] = {}
         places: list[dict[tuple, int]] = []
         living = {rank.number for rank in self._processes.living}
@@ -425,17 +462,17 @@ class StartedMesh(NamedAxes):
                 parts.setdefault(at, rank)
             places.append(parts)
             for rank in parts.values():
-                wanted.setdefault(rank, []).append(_for_rank(handle._number, rank))
+                wanted.setdefault(rank, []).append(for_rank(handle._number, rank))
         found = {rank: self._fetch_from(rank, numbers) for rank, numbers in wanted.items()}
         out = []
         for handle, parts in zip(handles, places, strict=True):
             local = sharding.local_shape(handle.shape, handle.spec, self.mesh)
             if len(parts) * torch.Size(local).numel() < handle.numel():
-                raise RankError(f"a part of {handle.spec} died with its rank; fix: {_RESTART}")
+                raise RankError(f"a part of {handle.spec} died with its rank; fix: {RESTART}")
             whole = torch.empty(handle.shape, dtype=handle.dtype)
             for at, rank in parts.items():
                 region = tuple(slice(a, a + n) for a, n in zip(at, local, strict=True))
-                whole[region] = found[rank][_for_rank(handle._number, rank)].tensor()
+                whole[region] = found[rank][for_rank(handle._number, rank)].tensor()
             out.append(whole)
         return out
 
@@ -447,6 +484,10 @@ class StartedMesh(NamedAxes):
         return tree.unflatten(structure, out)
 
     def _shard(self, value: tree.Tree, specs: tree.Tree) -> tree.Tree:
+        with self._processes.alone():
+            return self._shard_alone(value, specs)
+
+    def _shard_alone(self, value: tree.Tree, specs: tree.Tree) -> tree.Tree:
         flat = sharding.validate(value, specs, self.mesh)
         leaves, structure = tree.flatten(value)
         held = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Handle)}
@@ -467,8 +508,7 @@ class StartedMesh(NamedAxes):
             out.append(self._handle(self._kind(leaf.shape, leaf.dtype, spec), number))
         self._refuse_closed()
         requests = {rank: [("put", (values,))] for rank, values in enumerate(puts)}
-        answers = self._processes.ask(requests, self._freed(), interruptible=False)
-        self._raise_failures("shard", answers, requests)
+        self._exchange("shard", requests)
         return tree.unflatten(structure, out)
 
     def _cut(self, value: torch.Tensor, spec: P) -> list[Packed]:
@@ -498,9 +538,13 @@ class StartedMesh(NamedAxes):
         return self._kinds[key]
 
     def _handle(self, kind: Kind, number: int | dict, scalar: Any = None) -> Handle:
-        made = Handle(self, kind, number, scalar)
-        self._known.add(made)
-        return made
+        return Handle(self, kind, number, scalar)
+
+    def _list_handles(self) -> list[Handle]:
+        """The handles that there are."""
+        gc.unfreeze()  # else some would not be found
+        found = [each for each in gc.get_objects() if type(each) is Handle]
+        return [handle for handle in found if handle._ranks is self and not handle._fate]
 
     def _place(
         self, fn: Callable, args: tuple, kwargs: Mapping[str, Any], specs: Any,
@@ -515,17 +559,25 @@ class StartedMesh(NamedAxes):
             return self._call(made, ())
         finally:
             if made._sent is not None:
-                self._forget(made._sent[0])
+                self._unused.append(made._sent[0])
+                made._sent = None
 
-    def _forget(self, key: bytes) -> None:
-        self._blobs.pop(key, None)
-        if not self._closed:
-            self._ask([("forget", ([key],))])
+    def _forget_unused(self) -> None:
+        """Have the ranks forget functions that are no more, with the next call."""
+        while self._unused:
+            key = self._unused.popleft()
+            self._uses[key] -= 1
+            if self._uses[key] <= 0:
+                del self._uses[key]
+                self._pending.append(("forget", ([key],)))
+                self._blobs.pop(key, None)
 
     def _define(self, function: RemoteFunction) -> bytes:
         """The key of a function as it is now, which the ranks are told with the next call."""
         if function._sent is not None and not any(seen.changed() for seen in function._sent[1]):
             return function._sent[0]
+
+        used: list[UsedValue] = []
 
         def refer(obj: Any) -> Any:
             if obj is self:
@@ -534,12 +586,18 @@ class StartedMesh(NamedAxes):
                 obj._check()
                 return "value", obj._number
             if isinstance(obj, RemoteFunction):
-                return "function", self._define(obj)
+                used.append(UsedValue.of(lambda: self._define(obj)))
+                return "function", used[-1].value
             if isinstance(obj, StartedMesh):
                 raise ValueError(f"{obj!r} is used by a function on {self!r}; wanted one of them")
             return None
 
-        blob, shipper = dump(function._recipe, refer)
+        try:
+            blob, shipper = dump(function._recipe, refer)
+        except ValueError as error:  # of `refer`
+            raise error.with_traceback(None) from None
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            refuse_unsendable(function.__name__, function._recipe, refer, error)
         key = hashlib.sha256(blob).digest()[:16]
         if shipper.tensor_bytes > 1 << 20 and key not in self._blobs:
             size = f"{shipper.tensor_bytes / 2**20:.1f} MiB"
@@ -547,15 +605,18 @@ class StartedMesh(NamedAxes):
                 f"{function.__name__} closes over tensors of {size}, which each rank gets\n", True
             )
         if key not in self._blobs:
-            self._blobs[key] = blob
             self._pending.append(("define", (key, blob)))
-        function._sent = key, shipper.seen
+            self._blobs[key] = blob
+        self._uses[key] += 1
+        if function._sent is not None:
+            self._unused.append(function._sent[0])
+        function._sent = key, used + shipper.seen
         return key
 
-    def _plan(self, function: RemoteFunction, args: tuple) -> tuple[_Plan, list]:
+    def _plan(self, function: RemoteFunction, args: tuple) -> tuple[Plan, list]:
         """How arguments like these are sent, and their leaves."""
         leaves, structure = tree.flatten(args)
-        kinds = tuple(_kind_of(leaf) for leaf in leaves)
+        kinds = tuple([leaf._kind if type(leaf) is Handle else kind_of(leaf) for leaf in leaves])
         plan = function._plans.get((structure, kinds))
         if plan is not None:
             return plan, leaves
@@ -566,15 +627,21 @@ class StartedMesh(NamedAxes):
                 ndim = leaf.ndim
                 if sharding.dim_axes(leaf.spec, ndim) != sharding.dim_axes(spec, ndim):
                     moves[index] = leaf.spec, spec
-        consumed = frozenset(
-            i for i, path in enumerate(paths) if int(path.partition("/")[0]) in function.donate
+        consumed = [
+            i
+            for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True))
+            if isinstance(leaf, Handle) and int(path.partition("/")[0]) in function.donate
+        ]
+        same = all(
+            kind.local is None if isinstance(kind, Kind) else not isinstance(kind, tuple)
+            for kind in kinds
         )
         slots = tree.unflatten(structure, [ResultSlot(i) for i in range(len(leaves))])
         blob = dump(slots, lambda obj: None)[0]
         if blob not in self._structures:
             self._pending.append(("structure", (len(self._structures), blob)))
         number = self._structures.setdefault(blob, len(self._structures))
-        plan = function._plans[structure, kinds] = _Plan(number, specs, moves, consumed, paths)
+        plan = function._plans[structure, kinds] = Plan(number, specs, moves, consumed, same, paths)
         return plan, leaves
 
     def _bind_specs(self, function: RemoteFunction, args: tuple) -> list:
@@ -591,7 +658,7 @@ class StartedMesh(NamedAxes):
         mapped = function._mapped
         if mapped is not None and not any(isinstance(a, Deferred) for a in args):
             # sizes are checked as a simulated mesh checks them
-            return list(mapped._flatten(_abstract(args))[2])
+            return list(mapped._flatten(abstract(args))[2])
         for arg, each in zip(args, prefix, strict=True):
             if isinstance(arg, Deferred):
                 specs.append(each)
@@ -601,24 +668,39 @@ class StartedMesh(NamedAxes):
 
     def _call(self, function: RemoteFunction, args: tuple) -> Any:
         """Call a function on all ranks."""
+        with self._processes.lock:
+            self._refuse_closed()
+            if compat.transforms_active():
+                raise ValueError(f"{function.__name__}: got a function on a started mesh under a "
+                                 "transform of torch.func; fix: transform the function that is "
+                                 "mapped")  # fmt: skip
+            self._forget_unused()
+            key = self._define(function)
+            plan, leaves = self._plan(function, args)
+            with self._processes.alone(GRACE_SECONDS if plan.consumed else 0.0):
+                return self._call_alone(function, key, plan, leaves)
+
+    def _call_alone(self, function: RemoteFunction, key: bytes, plan: Plan, leaves: list) -> Any:
         name = function.__name__
-        self._refuse_closed()
-        if compat.transforms_active():
-            raise ValueError(f"{name}: got a function on a started mesh under a transform of "
-                             "torch.func; fix: transform the function that is mapped")  # fmt: skip
-        key = self._define(function)
-        plan, leaves = self._plan(function, args)
-        sent = [self._encode(name, plan, i, leaf) for i, leaf in enumerate(leaves)]
-        consumed = [leaves[i] for i in sorted(plan.consumed) if isinstance(leaves[i], Handle)]
+        if self._apart:
+            self._join()
+        sent = [
+            leaf._number
+            if type(leaf) is Handle and not leaf._fate and leaf._ranks is self
+            else self._encode(name, plan, i, leaf)
+            for i, leaf in enumerate(leaves)
+        ]
+        consumed = [leaves[i] for i in plan.consumed]
+        given_up = [handle._number for handle in consumed]
         first = self._numbers
         calls = {}
-        same = not any(isinstance(leaf, list | dict) for leaf in sent)
         for rank in range(self.size):
-            if not same or rank == 0:
-                mine = [_for_rank(leaf, rank) for leaf in sent]
-                gone = [_for_rank(handle._number, rank) for handle in consumed]
+            if not plan.same or rank == 0:
+                mine = sent if plan.same else [for_rank(leaf, rank) for leaf in sent]
+                gone = given_up if plan.same else [for_rank(each, rank) for each in given_up]
                 call = Call(key, plan.arguments, mine, plan.moves, gone, first, function.sums)
-            calls[rank] = [*self._pending, ("call", (call,))]
+                requests = [*self._pending, ("call", (call,))]
+            calls[rank] = requests
         try:
             answers = self._processes.ask(calls, self._freed())
             self._pending = []
@@ -627,23 +709,22 @@ class StartedMesh(NamedAxes):
                 raise KeyboardInterrupt(f"{name} was not called") from None
             self._pending = []
             self._abandon(name, interrupt.answers, consumed, first, "Ctrl-C")
-            error = KeyboardInterrupt(f"{name} was interrupted on all ranks")
+            told = f"{name} was interrupted on all ranks"
             if interrupt.busy:
-                error.add_note(f"{list_ranks(interrupt.busy)} could not be interrupted: the next "
-                               "call waits for it")  # fmt: skip
-            raise error from None
+                told = f"{name} was given up, but {list_ranks(interrupt.busy)} could not be "
+                told += "interrupted: the next call waits for the end of it"
+            raise KeyboardInterrupt(told) from None
         failed = len(answers) < self.size or any(a[-1].failure for a in answers.values())
-        self._show_warnings(answers)
+        show_warnings(answers, self.size)
         if failed:
             self._abandon(name, answers, consumed, first, "an error")
-            self._raise_failures(name, answers, calls)
+            raise_failures(name, answers, self._processes.ranks, self.size)
+        fate = f"was donated to {name}; fix: use the result in its place, or donate a clone"
         for handle in consumed:
-            handle._fate = (
-                f"was donated to {name}; fix: use the result in its place, or donate a clone"
-            )
+            handle._fate = fate
         return self._results_of(function, {n: a[-1].value for n, a in answers.items()}, first)
 
-    def _encode(self, name: str, plan: _Plan, index: int, leaf: Any) -> Any:
+    def _encode(self, name: str, plan: Plan, index: int, leaf: Any) -> Any:
         """A leaf as it is sent: a list of one for each rank, or the same for all."""
         if isinstance(leaf, Handle):
             if leaf._fate:
@@ -680,7 +761,7 @@ class StartedMesh(NamedAxes):
         for handle in consumed:
             numbers = handle._number
             gone = begun or any(
-                _for_rank(numbers, rank) in failure.gone for rank, failure in failures.items()
+                for_rank(numbers, rank) in failure.gone for rank, failure in failures.items()
             )
             if gone:
                 handle._fate = f"was being updated when {name} was ended by {why}; fix: go on from "
@@ -692,15 +773,20 @@ class StartedMesh(NamedAxes):
                 _, metas = self._layout(number, kept)
                 self._number(max(0, first + len(metas) - self._numbers))
                 self._free.extend(range(first, first + len(metas)))
-        apart = bool(done) or any(failure.closed for failure in failures.values())
-        if apart and len(ends) == self.size:
-            self._join(range(self.size))
+        ways = {(failure.kind, failure.frames) for failure in failures.values()}
+        closed = any(failure.closed for failure in failures.values())
+        # some may have sent what others do not wait for, unless all failed at one place
+        if why == "Ctrl-C" or begun or closed or len(ways) > 1:
+            self._apart = True
+            if len(ends) == self.size:
+                self._join()
 
     def _layout(self, rank: int, kept: KeptResults) -> tuple[Any, tuple[TensorMeta, ...]]:
         known = self._layouts[rank]
         if kept.new is None:
             return known[kept.layout]
-        found = load(kept.new[0], _no_object), kept.new[1]
+        metas = self._metas.setdefault(kept.new[1], kept.new[1])
+        found = load(kept.new[0], _no_object), metas
         if kept.layout:
             known[kept.layout] = found
         return found
@@ -714,43 +800,45 @@ class StartedMesh(NamedAxes):
         most = max(len(each) for _, each in layouts.values())
         self._number(most)
         key = kept[0].layout
-        if function.by_stage or any(each[1] != metas for each in layouts.values()):
+        if function.by_stage or any(each[1] is not metas for each in layouts.values()):
             return self._results_by_stage(function, layouts, first)
         found = function._results.get(key)
         if found is None:
             flat = tree.broadcast_prefix(
                 function.out_specs, shown, is_leaf=is_spec, what="out_specs"
             )
-            leaves, structure = tree.flatten(shown, is_leaf=_is_slot)
+            leaves, structure = tree.flatten(shown, is_leaf=is_slot)
             rows: list[Any] = []
             for leaf, spec in zip(leaves, flat, strict=True):
                 if isinstance(leaf, ResultSlot):
                     meta = metas[leaf.index]
                     spec = spec if isinstance(spec, P) else P()
                     shape = sharding.global_shape(meta.shape, spec, self.mesh)
-                    leaf = leaf.index, self._kind(shape, meta.dtype, spec, meta.device)
+                    leaf = Row(leaf.index, self._kind(shape, meta.dtype, spec, meta.device))
                 rows.append(leaf)
             found = rows, structure
             if key:
                 function._results[key] = found
         if function.sums:
             self._compare_sums(found, {rank: each.sums for rank, each in kept.items()})
-        numbers = kept[0].numbers
+        scalars = kept[0].numbers.get
         out = [
-            self._handle(row[1], first + row[0], numbers.get(row[0])) if _is_row(row) else row
+            Handle(self, row.kind, first + row.index, scalars(row.index))
+            if type(row) is Row
+            else row
             for row in found[0]
         ]
         return tree.unflatten(found[1], out)
 
     def _compare_sums(self, found: tuple[list, tree.Structure], sums: dict[int, tuple]) -> None:
         """Refuse results that differ on ranks which should have the same part."""
-        problems, rows = [], tree.unflatten(found[1], found[0])
-        for path, row in zip(tree.paths(rows, _is_row), tree.leaves(rows, _is_row), strict=True):
-            if not _is_row(row):
+        problems, rows = [], tree.unflatten(found[1], [[row] for row in found[0]])
+        for path, (row,) in tree.items(rows, lambda each: isinstance(each, list)):
+            if not isinstance(row, Row):
                 continue
             seen: dict[tuple, tuple[int, int]] = {}
             for rank in range(self.size):
-                place, kind, mine = self.mesh.coordinate(rank), row[1], sums[rank][row[0]]
+                place, kind, mine = self.mesh.coordinate(rank), row.kind, sums[rank][row.index]
                 at = sharding.offsets(kind.shape, kind.spec, self.mesh, place)
                 other, sum_of_other = seen.setdefault(at, (rank, mine))
                 if mine != sum_of_other:
@@ -766,15 +854,15 @@ class StartedMesh(NamedAxes):
         paths: dict[str, dict[int, tuple[int, TensorMeta]]] = {}
         for rank, (shown, metas) in layouts.items():
             for path, leaf in zip(
-                tree.paths(shown, _is_slot), tree.leaves(shown, _is_slot), strict=True
+                tree.paths(shown, is_slot), tree.leaves(shown, is_slot), strict=True
             ):
                 if isinstance(leaf, ResultSlot):
                     paths.setdefault(path, {})[rank] = first + leaf.index, metas[leaf.index]
-        whole = functools.reduce(_merge_trees, (shown for shown, _ in layouts.values()))
+        whole = functools.reduce(merge_trees, (shown for shown, _ in layouts.values()))
         flat = tree.broadcast_prefix(function.out_specs, whole, is_leaf=is_spec, what="out_specs")
-        leaves, structure = tree.flatten(whole, is_leaf=_is_slot)
+        leaves, structure = tree.flatten(whole, is_leaf=is_slot)
         out = []
-        rows = zip(tree.paths(whole, _is_slot), leaves, flat, strict=True)
+        rows = zip(tree.paths(whole, is_slot), leaves, flat, strict=True)
         for path, leaf, spec in rows:
             held = paths.get(path)
             if held is None:
@@ -789,110 +877,14 @@ class StartedMesh(NamedAxes):
             out.append(self._handle(kind, numbers))
         return tree.unflatten(structure, out)
 
-    def _show_warnings(self, answers: dict[int, list[Answer]]) -> None:
-        found: dict[tuple, list[int]] = {}
-        for number, each in answers.items():
-            for warned in each[-1].warned:
-                found.setdefault(warned, []).append(number)
-        for (category, text, file, line), numbers in found.items():
-            name = "" if len(numbers) == self.size else f"[{list_ranks(numbers)}] "
-            warnings.warn_explicit(f"{name}{text}", category, file, line)
-
-    def _raise_failures(
-        self, name: str, answers: dict[int, list[Answer]], asked: Collection[int]
-    ) -> None:
-        """Raise what ranks raised: one error, with the ranks and the line that it is about."""
-        asked = set(asked)
-        failures = {n: a[-1].failure for n, a in sorted(answers.items()) if a[-1].failure}
-        dead = [r for r in self._processes.ranks if r.died and r.number in asked - answers.keys()]
-        if dead:
-            ends = ", ".join(f"rank {rank.number} died ({rank.died})" for rank in dead)
-            error: BaseException = RankError(f"{ends} in {name}; the others live; fix: {_RESTART}")
-            _add_places(error, failures)
-            raise error
-        if not failures:
-            return
-        own = {n: f for n, f in failures.items() if f.kind not in _FOLLOWS}
-        number, failure = next(iter((own or failures).items()))
-        error = _error_of(failure)
-        same = [n for n, f in failures.items() if (f.kind, f.text) == (failure.kind, failure.text)]
-        if self.size > 1:
-            everywhere = "all ranks" if len(same) == self.size else list_ranks(same)
-            error.add_note(f"raised on {everywhere} in {name}")
-        _add_places(error, {number: failure})
-        raise error
-
 
 def _make_copies() -> Callable:
     """The function that copies a tree."""
     return functools.partial(tree.map, torch.clone)
 
 
-def _for_rank(leaf: Any, rank: int) -> Any:
-    if isinstance(leaf, list):
-        return leaf[rank]
-    return leaf.get(rank, -1) if isinstance(leaf, dict) else leaf
-
-
-def _kind_of(leaf: Any) -> Any:
-    """The part of a leaf that a plan depends on."""
-    if isinstance(leaf, Handle):
-        return leaf._kind
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype
-    return type(leaf)
-
-
-def _is_slot(leaf: Any) -> bool:
-    return isinstance(leaf, ResultSlot)
-
-
-def _is_row(leaf: Any) -> bool:
-    """Whether this is the place and the kind of a tensor among results."""
-    return type(leaf) is tuple and len(leaf) == 2 and type(leaf[1]) is Kind
-
-
 def _no_object(name: Any) -> Any:
     raise AssertionError(name)
-
-
-def _merge_trees(first: Any, second: Any) -> Any:
-    """Two trees of which dicts may lack entries of the other."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        both = {**second, **first}
-        return {k: _merge_trees(first.get(k, v), second.get(k, v)) for k, v in both.items()}
-    if isinstance(first, tuple) and hasattr(first, "_fields") and not isinstance(first, ResultSlot):
-        return type(first)(*map(_merge_trees, first, second))
-    if type(first) in (list, tuple) and len(first) == len(second):
-        made: Any = type(first)
-        return made(map(_merge_trees, first, second))
-    return second if first is None else first
-
-
-def _error_of(failure: Failure) -> BaseException:
-    if failure.error:
-        try:
-            error = load(failure.error, _no_object)
-        except Exception:  # of a class that cannot be made here
-            error = None
-        if isinstance(error, BaseException) and not isinstance(
-            error, KeyboardInterrupt | SystemExit
-        ):
-            return error
-    return RankError(f"{failure.kind}: {failure.text}")
-
-
-def _add_places(error: BaseException, failures: Mapping[int, Failure]) -> None:
-    """Add the user's lines of where ranks failed."""
-    for number, failure in failures.items():
-        own = [frame for frame in failure.frames if frame.own] or list(failure.frames[-1:])
-        lines = [f"on rank {number}:"]
-        for frame in own[-4:]:
-            lines.append(f"  {frame.file}:{frame.number}, in {frame.name}")
-            if source := linecache.getline(frame.file, frame.number).strip():
-                lines.append(f"    {source}")
-        if own:
-            error.add_note("\n".join(lines))
 
 
 def _write(text: str, is_error: bool) -> None:

@@ -8,6 +8,7 @@ there by its name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import io
@@ -16,9 +17,9 @@ import pickle
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -72,12 +73,21 @@ class UsedValue(NamedTuple):
     Attributes:
         read: returns it as it is now.
         value: what was found.
-        state: of a value that may be changed in place; None: it cannot, or is too large to look.
+        state: of a value that may be changed in place; see `_state`.
+        looked: objects that the state tells apart by their identity, which they keep while they are
+            here.
     """
 
     read: Callable[[], Any]
     value: Any
     state: Any
+    looked: list[Any]
+
+    @classmethod
+    def of(cls, read: Callable[[], Any]) -> UsedValue:
+        """The value as it is now."""
+        value, looked = read(), []
+        return cls(read, value, _state(value, looked), looked)
 
     def changed(self) -> bool:
         """Whether another value, or another state of it, is there now."""
@@ -85,28 +95,74 @@ class UsedValue(NamedTuple):
             value = self.read()
         except (KeyError, ValueError):  # deleted
             return True
-        return value is not self.value or _state(value) != self.state
+        return value is not self.value or _state(value, []) != self.state
 
 
 _FIXED = (
-    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type, str,
-    int, float, bool, complex, bytes, type(None), torch.dtype, torch.device,
+    types.BuiltinFunctionType, types.ModuleType, type, str, int, float, bool, complex, bytes,
+    type(None), torch.dtype, torch.device,
 )  # fmt: skip
 
+_BY_IDENTITY = type, types.ModuleType, torch.Generator
 
-def _state(value: Any) -> Any:
-    """Something that is another one after a value was changed in place."""
-    if isinstance(value, _FIXED) or hasattr(type(value), "__functron_call__"):
+
+def _state(value: Any, looked: list[Any]) -> Any:
+    """Something that is another one after a value was changed in place.
+
+    Of arrays of many bytes and collections of many objects only the sizes are looked at.
+    """
+    if isinstance(value, _FIXED):
         return None
-    if isinstance(value, torch.Tensor):
-        return None if value.is_inference() else value._version
+    if isinstance(value, types.FunctionType):  # autoreload changes its code
+        found = [value.__code__, *(value.__defaults__ or ())]
+        looked += found
+        return [*map(id, found)]
+    if isinstance(value, (list, dict, set)) and len(value) > _MANY_BYTES // 8:
+        return len(value)
+    file = io.BytesIO()
     try:
-        if isinstance(value, (list, dict, set)) and len(value) > _MANY_BYTES // 8:
-            return len(value)
-        text = pickle.dumps(value)
-    except Exception:  # of many kinds of objects; those are told apart by identity alone
+        _Looker(file, looked).dump(value)
+    except Exception:  # raised by an object's own methods
         return None
-    return hash(text) if len(text) < _MANY_BYTES else len(text)
+    return hash(file.getvalue())
+
+
+class _Looker(pickle.Pickler):
+    """Pickles what an object consists of, and identities in place of what cannot change."""
+
+    def __init__(self, file: Any, looked: list[Any]):
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._looked = looked
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Identities of tensors, with their versions, and of what cannot be pickled."""
+        kept: tuple | None = ()
+        if obj is _Seen:
+            return NotImplemented
+        if isinstance(obj, torch.Tensor):
+            kept = () if obj.is_inference() else (obj._version,)
+        elif isinstance(obj, np.ndarray):
+            kept = None if obj.nbytes < _MANY_BYTES else (obj.shape,)
+        elif isinstance(obj, types.FunctionType):
+            kept = tuple(_state(obj, self._looked))
+        elif not isinstance(obj, _BY_IDENTITY) and not hasattr(type(obj), "__functron_call__"):
+            kept = self._parts(obj)
+        if kept is None:
+            return NotImplemented
+        self._looked.append(obj)
+        return _Seen, (id(obj), *kept)
+
+    def _parts(self, obj: Any) -> tuple | None:
+        """The attributes of an object that cannot be pickled; None: it can be."""
+        try:
+            obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        except Exception:
+            return tuple(getattr(obj, "__dict__", {}).items())
+        return None
+
+
+class _Seen:
+    """The name under which `_Looker` writes objects."""
 
 
 class Shipper(_Pickler):
@@ -150,25 +206,26 @@ class Shipper(_Pickler):
                 return _within_library(obj, made)
             self.seen += _values_of(obj)
         elif isinstance(obj, type):
-            self.seen += [
-                UsedValue(lambda name=name: vars(obj)[name], value, None)
-                for name, value in vars(obj).items()
-                if isinstance(value, types.FunctionType)
-            ]
+            self.seen += _globals_of(vars(obj), _attributes(obj))
         elif isinstance(obj, types.ModuleType):
             self.seen += _globals_of(vars(obj), [n for n in vars(obj) if not n.startswith("__")])
         return made
 
 
+def _attributes(kind: type) -> Iterator[str]:
+    """The names of what a class defines: methods, and values that they may use."""
+    for name, value in vars(kind).items():
+        if isinstance(value, types.FunctionType) or not name.startswith("_"):
+            yield name
+
+
 def _values_of(function: types.FunctionType) -> Iterator[UsedValue]:
-    """The globals and variables of enclosing functions that a function uses."""
+    """A function's code, and the globals and variables of enclosing functions that it uses."""
+    yield UsedValue.of(lambda: function)
     yield from _globals_of(function.__globals__, set(_names(function.__code__)))
     for cell in function.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-        yield UsedValue(lambda cell=cell: cell.cell_contents, value, _state(value))
+        with contextlib.suppress(ValueError):  # not filled yet
+            yield UsedValue.of(lambda cell=cell: cell.cell_contents)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -178,11 +235,10 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _globals_of(names: dict[str, Any], used: Collection[str]) -> Iterator[UsedValue]:
+def _globals_of(names: Mapping[str, Any], used: Iterable[str]) -> Iterator[UsedValue]:
     for name in sorted(used):
         if name in names:
-            value = names[name]
-            yield UsedValue(lambda name=name: names[name], value, _state(value))
+            yield UsedValue.of(lambda name=name: names[name])
 
 
 class _Globals:
@@ -246,22 +302,64 @@ def dump(value: Any, refer: Callable[[Any], Any]) -> tuple[bytes, Shipper]:
 
 
 class Receiver(pickle.Unpickler):
-    """Reads what `dump` wrote; `find` returns the object of a name."""
+    """Reads what `dump` wrote; `find` returns the object of a name; tensors go to a device."""
 
-    def __init__(self, data: bytes, find: Callable[[Any], Any]):
+    def __init__(self, data: bytes, find: Callable[[Any], Any], device: torch.device | str):
         super().__init__(io.BytesIO(data))
-        self._find = find
+        self._find, self._device = find, device
 
     def persistent_load(self, pid: Any) -> Any:
         """The object of this name."""
         if isinstance(pid, tuple) and pid[0] == "tensor":
-            found = pid[1].tensor()
+            found = pid[1].tensor().to(self._device)
             return torch.nn.Parameter(found) if pid[2] else found
         if pid[0] == "meta":
             return torch.empty(pid[1], dtype=pid[2], device="meta")
         return self._find(pid)
 
 
-def load(data: bytes, find: Callable[[Any], Any]) -> Any:
-    """The value that `dump` wrote."""
-    return Receiver(data, find).load()
+def load(data: bytes, find: Callable[[Any], Any], device: torch.device | str = "cpu") -> Any:
+    """The value that `dump` wrote, with its tensors on a device."""
+    return Receiver(data, find, device).load()
+
+
+def refuse_unsendable(
+    name: str, recipe: Any, refer: Callable[[Any], Any], error: Exception
+) -> NoReturn:
+    """Raise TypeError with the name of what a function uses that cannot be pickled."""
+    path = [each for each in _find_unsendable(recipe, refer) if each]
+    wanted = "what pickle can send"
+    refuse(
+        f"{name} cannot be sent to the ranks", " in ".join(reversed(path)) or "function", error,
+        wanted, "make it inside of the function, which each rank runs", TypeError,
+    )  # fmt: skip
+
+
+def _find_unsendable(value: Any, refer: Callable[[Any], Any]) -> Iterator[str]:
+    """The names that lead to what cannot be pickled, the outermost first."""
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, types.FunctionType):
+        parts = [(name, v) for name, v in sorted(_used(value).items())]
+    elif isinstance(value, functools.partial):
+        parts = [("", value.func), ("", value.args), *value.keywords.items()]
+    elif isinstance(value, (tuple, list)):
+        parts = [("", each) for each in value]
+    elif isinstance(value, dict):
+        parts = [(repr(key), each) for key, each in value.items()]
+    for name, part in parts:
+        try:
+            dump(part, refer)
+        except Exception:
+            yield name
+            yield from _find_unsendable(part, refer)
+            return
+
+
+def _used(function: types.FunctionType) -> dict[str, Any]:
+    """The globals and variables that a function uses, by name."""
+    found = {n: function.__globals__.get(n) for n in _names(function.__code__)}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import json
 import os
 import pickle
 import signal
@@ -21,7 +20,7 @@ import traceback
 import types
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import AuthenticationError
@@ -33,13 +32,15 @@ import torch.distributed as dist
 
 from functron.apps.notebook.shipping import Packed, dump, load
 from functron.core import compat, tree
-from functron.core.errors import is_library
+from functron.core.errors import is_library, refuse
 from functron.spmd import BoundMesh, Mesh, P, gather, shard
 from functron.spmd.donation import Donated, refuse_donated
 from functron.spmd.flight import FlightRecorder
 
 CONNECT_SECONDS = 300.0
 """How long a process waits for the notebook to listen."""
+_LOOK_SECONDS = 2.0
+_JOIN_SECONDS = 60.0
 
 
 class WorkerPlace(NamedTuple):
@@ -189,6 +190,8 @@ class Worker:
         functions: by key, as they came.
         made: these, for the groups there are.
         arguments: structures of arguments by number; as they came, until they are used.
+        running: the serial number of the requests of which a call runs; 0: none does.
+        interrupted: that of those that were interrupted last.
     """
 
     place: WorkerPlace
@@ -201,13 +204,18 @@ class Worker:
     arguments: dict[int, Any] = field(default_factory=dict)
     layouts: dict[Any, int] = field(default_factory=dict)
     num_layouts: int = 0
-    running: bool = False
+    running: int = 0
+    interrupted: int = 0
 
-    def join(self, generation: int) -> None:
-        """Meet the other ranks, in groups of their own for each generation. Collective."""
+    def join(self, generation: int, next_number: int) -> None:
+        """Meet the other ranks, in groups of their own for each generation. Collective.
+
+        Values from `next_number` on are of calls that were given up.
+        """
+        self.values = {n: value for n, value in self.values.items() if n < next_number}
         place, self.generation = self.place, generation
         self.num_layouts = self.num_layouts or generation << 32  # as others had, died and came back
-        self.made = {}
+        self.made, self.layouts = {}, {}  # of answers that were given up
         if self.bound is not None and not self.bound.membership.closed:
             self.bound.leave("the groups are made anew")
         if dist.is_initialized():
@@ -220,12 +228,13 @@ class Worker:
             torch.cuda.set_device(device)
             rest = {"backend": "nccl", "device_id": device}
         store = dist.PrefixStore(f"generation/{generation}", self.store)
-        store.set_timeout(timeout)
+        store.set_timeout(min(timeout, timedelta(seconds=_JOIN_SECONDS)))  # if one dies in this
         dist.init_process_group(
             store=store, rank=place.rank, world_size=mesh.size, timeout=timeout, **rest
         )
         recorder = FlightRecorder(place.device)
         self.bound = mesh.bind(place.device, place.timeout_seconds, recorder)
+        store.set_timeout(timeout)
         torch.set_default_device(device if place.device == "cuda" else None)
 
     def find(self, name: Any) -> Any:
@@ -242,7 +251,7 @@ class Worker:
     def function(self, key: bytes) -> Any:
         """The function of this key, made for the groups that there are now."""
         if key not in self.made:
-            make, args, kwargs = load(self.functions[key], self.find)
+            make, args, kwargs = load(self.functions[key], self.find, self.device)
             self.made[key] = make(*_without_absent(args), **kwargs)
         return self.made[key]
 
@@ -310,10 +319,14 @@ class Worker:
         if number is not None:
             return KeptResults(number, None, numbers)
         self.num_layouts += plain
-        if plain:
-            self.layouts[key] = self.num_layouts
-        structured = dump(tree.unflatten(structure, shown), _no_name)[0]
         number = self.num_layouts if plain else 0
+        if plain:
+            self.layouts[key] = number
+        try:
+            structured = dump(tree.unflatten(structure, shown), _no_name)[0]
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            wanted = "tensors, numbers and other values that pickle can send"
+            refuse("the notebook cannot have the results", "result", error, wanted, error=TypeError)
         return KeptResults(number, (structured, tuple(metas)), numbers)
 
 
@@ -383,14 +396,14 @@ def serve(worker: Worker, requests: Connection) -> None:
     known = _requests(worker)
     while True:
         try:
-            free, batch = pickle.loads(requests.recv_bytes())
+            serial, free, batch = pickle.loads(requests.recv_bytes())
         except (EOFError, OSError):
             return
         for number in free:
             worker.values.pop(number, None)
         answers = []
         for name, args in batch:
-            answers.append(_answer(worker, known[name], name, args))
+            answers.append(_answer(worker, known[name], serial if name == "call" else 0, args))
             if answers[-1].failure is not None:
                 break
         sys.stdout.flush()
@@ -408,17 +421,20 @@ def _encode(answers: list[Answer]) -> bytes:
         return pickle.dumps([*[Answer()] * (len(answers) - 1), Answer(failure=failure)])
 
 
-def _answer(worker: Worker, function: Callable, name: str, args: tuple) -> Answer:
+def _answer(worker: Worker, function: Callable, call: int, args: tuple) -> Answer:
+    """The answer to a request; `call` is its serial number, if it is a call's."""
     began, warned = time.perf_counter(), []
     try:
-        with _collecting(warned) if name == "call" else contextlib.nullcontext():
-            worker.running = True
+        with _collecting(warned) if call else contextlib.nullcontext():
+            worker.running = call
+            if call and worker.interrupted == call:
+                raise KeyboardInterrupt
             value = function(*args)
-            worker.running = False
+            worker.running = 0
         return Answer(value, None, tuple(warned), time.perf_counter() - began)
     except BaseException as error:
-        worker.running = False
-        consumed = args[0].consumed if name == "call" else []
+        worker.running = 0
+        consumed = args[0].consumed if call else []
         failure = _describe(worker, error, consumed)
         del error
         return Answer(None, failure, tuple(warned), time.perf_counter() - began)
@@ -483,15 +499,21 @@ def _watch(
     worker: Worker, questions: Connection, lock: threading.Lock, main: int, host: str
 ) -> None:
     """Answer questions while the program runs; end this process when the notebook is gone."""
+    parent = os.getppid()
     try:
         while True:
+            while not questions.poll(_LOOK_SECONDS):
+                if not host and os.getppid() != parent:  # another child of it keeps it open
+                    return
             question = questions.recv()
             if question == "where":
                 with lock:
                     questions.send(_where(worker, main))
-            elif question == "interrupt" and worker.running:
-                signal.pthread_kill(main, signal.SIGINT)
-            elif question == "release":
+            elif question[0] == "interrupt":
+                worker.interrupted = question[1]
+                if worker.running == question[1]:
+                    signal.pthread_kill(main, signal.SIGINT)
+            elif question == ("release", worker.generation):
                 _release(worker)
     except (EOFError, OSError):
         pass
@@ -521,7 +543,7 @@ def _where(worker: Worker, main: int) -> dict[str, Any]:
         frame = frame.f_back
     for_seconds = 0.0 if waiting is None else time.perf_counter() - waiting.since
     described = None if waiting is None else (str(waiting.kind), for_seconds)
-    return {"running": worker.running, "line": own, "waiting": described}
+    return {"running": bool(worker.running), "line": own, "waiting": described}
 
 
 def end_process(host: str) -> None:
@@ -546,10 +568,8 @@ def find_device(wanted: str, num_local: int) -> str:
     return "cuda" if count >= num_local and wanted != "cpu" else "cpu"
 
 
-def main() -> None:
-    """Read from the standard input where the notebook is, and be one of its ranks."""
-    given = json.loads(sys.stdin.readline())
-    sys.path[:] = given["path"]
+def main(given: Mapping[str, Any]) -> None:
+    """Be one of the ranks of a notebook, which has said where it is, and where it finds modules."""
     numbers = given["number"], given["num_local"], given["device"]
     run(tuple(given["address"]), bytes.fromhex(given["token"]), *numbers)
 
@@ -577,9 +597,9 @@ def run(
     at = number if local_rank is None else local_rank
     hello = Hello(number, "requests", host, at, num_local, found, os.getpid())
     try:
-        requests: Any = _connect(address, token)
+        requests: Any = _connect(address, token, may_wait=bool(host))
         requests.send(hello)
-        questions: Any = _connect(address, token)
+        questions: Any = _connect(address, token, may_wait=bool(host))
         questions.send(hello._replace(kind="questions"))
     except AuthenticationError as error:
         raise ValueError(f"token: another one than the notebook's at {address}") from error
@@ -588,8 +608,8 @@ def run(
     worker = Worker(place, store)
 
     def interrupted(number: int, frame: Any) -> None:
-        if worker.running:  # once: a second one would interrupt the report of the first
-            worker.running = False
+        if worker.running and worker.running == worker.interrupted:
+            worker.running = 0  # a second one would interrupt the report of the first
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupted)
@@ -604,15 +624,15 @@ def run(
     end_process(host)
 
 
-def _connect(address: tuple[str, int], token: bytes) -> Connection:
-    """A connection to the notebook, which may not listen yet."""
+def _connect(address: tuple[str, int], token: bytes, *, may_wait: bool) -> Connection:
+    """A connection to the notebook, which may not listen yet; or not any more, if it is here."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
             made: Any = Client(address, authkey=token)
             return made
         except ConnectionRefusedError:
-            if time.monotonic() > deadline:
+            if not may_wait or time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
 

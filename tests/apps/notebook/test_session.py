@@ -4,6 +4,9 @@ of torchrun's; what is refused; and what is left when ranks are interrupted, fai
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import gc
 import importlib
 import os
 import signal
@@ -234,10 +237,11 @@ def test_what_was_donated_is_gone(ranks):
 
 
 def test_values_nobody_refers_to_are_freed(ranks):
-    x = ft.shard(torch.ones(1 << 18), P("dp"), ranks)
-    held = ranks.memory()[0]["held_bytes"]
+    x, whole = ft.shard(torch.ones(1 << 18), P("dp"), ranks), ft.shard(torch.ones(2), P(), ranks)
+    held = [each["held_bytes"] for each in ranks.memory()]
     del x
-    assert ranks.memory()[0]["held_bytes"] == held - (1 << 19)
+    whole.gather()  # which asks one rank alone
+    assert [each["held_bytes"] for each in ranks.memory()] == [each - (1 << 19) for each in held]
 
 
 scale = 2.0
@@ -265,6 +269,104 @@ def test_globals_are_the_newest(ranks, tmp_path, monkeypatch):
     table["add"] = 5.0
     assert g(x).tolist() == [6.0, 6.0]
     scale = 2.0
+
+
+class Settings:
+    add = 1.0
+
+    def __init__(self):
+        self.scale, self.nothing = 2.0, lambda: None  # which pickle refuses
+
+
+def more(x):
+    return x + 1
+
+
+def test_what_changes_in_place_is_the_newest(ranks):
+    """Also in a function that is compiled; code, as autoreload does; classes; modules."""
+    global scale
+    x, settings, net = torch.ones(2), Settings(), torch.nn.Linear(200, 200)
+    f = ft.shard_map(lambda x: scale * x, ranks, P("dp"), P("dp"))
+    compiled = ft.jit(f)
+    assert compiled(x).tolist() == [2.0, 2.0]
+    scale = 3.0
+    assert compiled(x).tolist() == [3.0, 3.0]
+    scale = 2.0
+    f = ft.shard_map(lambda x: more(x), ranks, P("dp"), P("dp"))
+    assert f(x).tolist() == [2.0, 2.0]
+    before, more.__code__ = more.__code__, (lambda x: x + 10).__code__
+    assert f(x).tolist() == [11.0, 11.0]
+    more.__code__ = before
+    f = ft.shard_map(lambda x: settings.scale * x + settings.add, ranks, P("dp"), P("dp"))
+    assert f(x).tolist() == [3.0, 3.0]
+    settings.scale, Settings.add = 3.0, 2.0
+    assert f(x).tolist() == [5.0, 5.0]
+    Settings.add = 1.0
+    f = ft.shard_map(lambda x: 0 * x + net.weight.sum(), ranks, P("dp"), P("dp"))
+    f(x)
+    torch.nn.init.zeros_(net.weight)
+    assert f(x).tolist() == [0.0, 0.0]
+
+
+def test_functions_that_are_no_more_are_forgotten(ranks):
+    def count():
+        ranks.run(lambda: None)
+        return len(ranks._blobs), ranks.run(lambda: len(gc.get_objects()) and 0)
+
+    before = count()
+    for number in range(3):
+        f = ft.shard_map(lambda x, n=number: x + n, ranks, P("dp"), P("dp"))
+        assert f(torch.zeros(2)).tolist() == [number, number]
+    del f
+    assert count() == before
+
+
+def test_what_cannot_be_sent_is_named(ranks):
+    lock = threading.Lock()
+
+    def inner():
+        return lock.locked()
+
+    for use in (lambda: inner(), functools.partial(inner)):
+        with pytest.raises(TypeError, match=r"lock.*cannot pickle '_thread.lock' object"):
+            ranks.run(use)
+    with pytest.raises(TypeError, match="the notebook cannot have the results"):
+        ranks.run(lambda: threading.Lock())
+    handle: Any = ft.shard(torch.ones(2), P("dp"), ranks)
+    f = ft.shard_map(lambda x: x + handle, ranks, P("dp"), P("dp"))
+    assert f(torch.ones(2)).tolist() == [2.0, 2.0]
+    ft.shard_map(lambda x: x.mul_(2), ranks, P("dp"), P("dp"), donate=0)(handle)
+    with pytest.raises(ValueError, match="a value that was donated to <lambda>"):
+        f(torch.ones(2))
+
+
+def test_threads_take_turns(ranks):
+    double, found = ft.shard_map(lambda x: 2 * x, ranks, P("dp"), P("dp")), []
+
+    def use(number):
+        for _ in range(5):
+            found.append(double(torch.full((2,), float(number))).tolist() == [2.0 * number] * 2)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 15
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_of_the_notebook_is_refused(ranks, tmp_path):
+    child = os.fork()
+    if child == 0:
+        try:
+            assert_works(ranks)
+        except BaseException as error:
+            (tmp_path / "error").write_text(str(error))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert "in a process that was forked" in (tmp_path / "error").read_text()
+    assert_works(ranks)
 
 
 class Own(NamedTuple):
@@ -305,6 +407,37 @@ def test_results_may_hold_other_values(ranks):
         out = f(torch.ones(2))
         assert out["name"] == "a"
         assert out["x"].tolist() == [1.0, 1.0]
+
+
+def test_lines_bars_and_much_output(ranks, capsys):
+    def speak(mesh):
+        print("a\n\nb")
+        for number in range(3):
+            print(f"\r{number}|", end="", flush=True)
+        print()
+        for number in range(4000):
+            print(mesh.rank, number)
+
+    begin = time.monotonic()
+    ranks.run(speak, ranks)
+    found = capsys.readouterr().out.split("\n")
+    assert time.monotonic() - begin < 3.0
+    assert "\n".join(found[:3]).replace("\r0|\r1|", "").strip() == "a\n\nb"
+    assert sorted(found[-8001:-1])[:2] == ["[rank 0] 0 0", "[rank 0] 0 1"]
+    assert len(found) == 3 + 1 + 8000 + 1
+
+
+def test_errors_name_the_users_lines_and_all_ranks(ranks):
+    def differ(mesh):
+        raise ValueError(f"of {mesh.rank}")
+
+    with pytest.raises(ValueError, match="of 0") as caught:
+        ranks.run(differ, ranks)
+    assert "rank 1 raised ValueError: of 1" in caught.value.__notes__
+    wrong = ft.shard_map(lambda x: 2 * x, ranks, P("dp"), P())
+    with pytest.raises(ValueError, match="vary where out_specs say they do not") as caught:
+        wrong(torch.ones(2))
+    assert not any("worker.py" in note for note in caught.value.__notes__)
 
 
 def test_errors_of_all_and_of_one(ranks):
@@ -394,6 +527,60 @@ def test_a_state_is_whole_or_gone_after_ctrl_c(ranks):
         before.gather()
 
 
+def add_slowly(x):
+    time.sleep(0.1)
+    return x.add_(1)
+
+
+def test_a_loop_that_ctrl_c_ends_has_its_last_state(ranks):
+    f = ft.shard_map(add_slowly, ranks, P("dp"), P("dp"), check=False, donate=0)
+    state, number = ft.shard(torch.zeros(2), P("dp"), ranks), 0
+
+    def go_on():
+        nonlocal state
+        while True:
+            state = f(state)
+
+    for seconds in (0.31, 0.35, 0.4):
+        with interrupting(seconds), pytest.raises(KeyboardInterrupt):
+            go_on()
+        number, before = int(state.numpy()[0]), number
+        assert before + 2 <= number <= before + 5
+        assert state.tolist() == [number, number]
+
+
+def test_ctrl_c_leaves_no_half_of_a_request(ranks):
+    """In the fetching and sending of values, which it does not interrupt."""
+    x, ones = ft.shard(torch.arange(1 << 20), P("dp"), ranks), torch.ones(1 << 20)
+
+    def go_on():
+        while True:
+            x.gather()
+            ft.shard(ones, P(), ranks)
+
+    for number in range(6):
+        with interrupting(0.05 + 0.013 * number), pytest.raises(KeyboardInterrupt):
+            go_on()
+        assert int(x.gather().sum()) == (1 << 19) * ((1 << 20) - 1)
+    assert_works(ranks)
+
+
+def hold(x):
+    ctypes.PyDLL(None).usleep(3_500_000)  # does not let other threads run
+    return x
+
+
+def test_ctrl_c_gives_up_what_cannot_be_interrupted(ranks):
+    f = ft.shard_map(hold, ranks, P("dp"), P("dp"), check=False)
+    begin = time.monotonic()
+    with interrupting(0.5), pytest.raises(KeyboardInterrupt, match="could not be interrupted"):
+        f(torch.ones(2))
+    assert time.monotonic() - begin < 0.5 + 2.0
+    with interrupting(0.1), pytest.raises(KeyboardInterrupt):
+        assert_works(ranks)
+    assert_works(ranks)
+
+
 def die_on_one(x):
     if torch.distributed.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -411,6 +598,9 @@ def test_a_rank_that_dies_is_named_and_comes_back(capsys):
         assert time.monotonic() - begin < 10
         with pytest.raises(RankError, match=r"fix: ranks.restart\(\)"):
             f(torch.ones(2))
+        assert repr(lost) == "Handle([4], float32, P('dp'))"  # it raises nothing
+        with interrupting(0.5), pytest.raises(KeyboardInterrupt):
+            mine.restart()
         assert kept.tolist() == [0.0, 1.0, 2.0]
         assert mine.restart() == [lost]
         assert "died with 1 values" in capsys.readouterr().err
@@ -455,12 +645,52 @@ def test_no_process_is_left():
         assert_works(mine)
 
 
+def test_ranks_import_what_the_notebook_imports(ranks, tmp_path):
+    """Not what lies in the folder that they begin in."""
+    (tmp_path / "functron").mkdir()
+    (tmp_path / "functron" / "__init__.py").write_text("raise ImportError('another one')\n")
+    paths = [path or os.getcwd() for path in sys.path]
+    program = f"import sys; sys.path[:] = {paths!r}\n"
+    program += "import functron as ft\nwith ft.Mesh().start('cpu') as mesh: print(mesh.size)\n"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.stdout == "1\n", done.stderr
+
+
 NOTEBOOK = """
 import functron as ft
 mesh = ft.Mesh(dp=2).start("cpu")
 print(*mesh.pids, flush=True)
 mesh.run(lambda: __import__("time").sleep(100))
 """
+
+
+def find_children(pid):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(path.parent.name))
+    return found
+
+
+def wait_until_gone(pids):
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, pids))
+
+
+def test_no_process_is_left_when_the_notebook_is_killed_as_it_starts():
+    notebook = subprocess.Popen([sys.executable, "-c", NOTEBOOK], stdout=subprocess.DEVNULL)
+    while len(pids := find_children(notebook.pid)) < 2:
+        assert notebook.poll() is None
+        time.sleep(0.05)
+    notebook.kill()
+    notebook.wait()
+    wait_until_gone(pids)
 
 
 def test_no_process_is_left_when_the_notebook_is_killed(tmp_path):
@@ -472,10 +702,7 @@ def test_no_process_is_left_when_the_notebook_is_killed(tmp_path):
     notebook.kill()
     notebook.wait()
     notebook.stdout.close()
-    deadline = time.monotonic() + 10
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(is_running, pids))
+    wait_until_gone(pids)
 
 
 def test_what_cannot_be_started_is_refused():
