@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from functron.apps.notebook.worker import ResultSlot
+from functron.apps.notebook.worker import ResultSlot, TensorMeta
 from functron.core import tree
-from functron.core.errors import public
-from functron.spmd import P
+from functron.core.errors import Problem, public, raise_problems
+from functron.spmd import Mesh, P
+from functron.spmd import spec as sharding
+from functron.spmd.spec import is_spec
 
 
 class Kind:
@@ -233,6 +236,67 @@ def merge_trees(first: Any, second: Any) -> Any:
         made: Any = type(first)
         return made(map(merge_trees, first, second))
     return second if first is None else first
+
+
+def join_stages(
+    layouts: Mapping[int, tuple[Any, Sequence[TensorMeta]]], out_specs: tree.Tree, first: int,
+    make: Callable[[TensorMeta, P, dict[int, int], dict[int, tuple]], Handle],
+) -> Any:  # fmt: skip
+    """Results of which ranks hold different parts, as those of a pipeline's stages.
+
+    Args:
+        layouts: of each rank the structure, with slots, and its tensors.
+        out_specs: of the results.
+        first: the number of each rank's first tensor.
+        make: a handle of a tensor, its spec, and by rank its number and shape.
+    """
+    paths: dict[str, dict[int, tuple[int, TensorMeta]]] = {}
+    for rank, (shown, metas) in layouts.items():
+        for path, leaf in tree.items(shown, is_slot):
+            if isinstance(leaf, ResultSlot):
+                paths.setdefault(path, {})[rank] = first + leaf.index, metas[leaf.index]
+    whole = functools.reduce(merge_trees, (shown for shown, _ in layouts.values()))
+    flat = tree.broadcast_prefix(out_specs, whole, is_leaf=is_spec, what="out_specs")
+    leaves, structure = tree.flatten(whole, is_leaf=is_slot)
+    out = []
+    for path, leaf, spec in zip(tree.paths(whole, is_slot), leaves, flat, strict=True):
+        if (held := paths.get(path)) is None:
+            out.append(leaf)
+            continue
+        numbers = {rank: number for rank, (number, _) in held.items()}
+        shapes = {rank: meta.shape for rank, (_, meta) in held.items()}
+        _, meta = next(iter(held.values()))
+        out.append(make(meta, spec if isinstance(spec, P) else P(), numbers, shapes))
+    return tree.unflatten(structure, out)
+
+
+def compare_sums(
+    rows: list, structure: tree.Structure, sums: Mapping[int, Sequence[int]], mesh: Mesh
+) -> None:
+    """Raise ValueError for results that differ on ranks which should have the same part.
+
+    Args:
+        rows: of the results, with a `Row` for each tensor.
+        structure: of them.
+        sums: by rank the checksums of all tensors.
+        mesh: the ranks.
+    """
+    problems, held = [], tree.unflatten(structure, [[row] for row in rows])
+    for path, (row,) in tree.items(held, lambda each: isinstance(each, list)):
+        if not isinstance(row, Row):
+            continue
+        seen: dict[tuple, tuple[int, int]] = {}
+        for rank in range(mesh.size):
+            mine, place = sums[rank][row.index], mesh.coordinate(rank)
+            at = sharding.offsets(row.kind.shape, row.kind.spec, mesh, place)
+            other, sum_of_other = seen.setdefault(at, (rank, mine))
+            if mine != sum_of_other:
+                got = f"other numbers on rank {rank} than on rank {other}"
+                fix = 'say how they are parts of a whole: specs=P("dp"), say'
+                wanted = f"the same, by {row.kind.spec}"
+                problems.append(Problem(f"result {path}".strip(), got, wanted, fix))
+                break
+    raise_problems("ranks returned different values", problems)
 
 
 def abstract(given: Any) -> Any:

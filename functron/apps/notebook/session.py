@@ -33,10 +33,11 @@ from functron.apps.notebook.handles import (
     Plan,
     Row,
     abstract,
+    compare_sums,
     for_rank,
     is_slot,
+    join_stages,
     kind_of,
-    merge_trees,
 )
 from functron.apps.notebook.processes import (
     GRACE_SECONDS,
@@ -820,7 +821,7 @@ class StartedMesh(NamedAxes):
             if key:
                 function._results[key] = found
         if function.sums:
-            self._compare_sums(found, {rank: each.sums for rank, each in kept.items()})
+            compare_sums(*found, {rank: each.sums for rank, each in kept.items()}, self.mesh)
         scalars = kept[0].numbers.get
         out = [
             Handle(self, row.kind, first + row.index, scalars(row.index))
@@ -830,52 +831,13 @@ class StartedMesh(NamedAxes):
         ]
         return tree.unflatten(found[1], out)
 
-    def _compare_sums(self, found: tuple[list, tree.Structure], sums: dict[int, tuple]) -> None:
-        """Refuse results that differ on ranks which should have the same part."""
-        problems, rows = [], tree.unflatten(found[1], [[row] for row in found[0]])
-        for path, (row,) in tree.items(rows, lambda each: isinstance(each, list)):
-            if not isinstance(row, Row):
-                continue
-            seen: dict[tuple, tuple[int, int]] = {}
-            for rank in range(self.size):
-                place, kind, mine = self.mesh.coordinate(rank), row.kind, sums[rank][row.index]
-                at = sharding.offsets(kind.shape, kind.spec, self.mesh, place)
-                other, sum_of_other = seen.setdefault(at, (rank, mine))
-                if mine != sum_of_other:
-                    got = f"other numbers on rank {rank} than on rank {other}"
-                    fix = 'say how they are parts of a whole: specs=P("dp"), say'
-                    wanted = f"the same, by {kind.spec}"
-                    problems.append(Problem(f"result {path}".strip(), got, wanted, fix))
-                    break
-        raise_problems("ranks returned different values", problems)
-
     def _results_by_stage(self, function: RemoteFunction, layouts: dict, first: int) -> Any:
-        """Results of which ranks hold different parts, as those of a pipeline's stages."""
-        paths: dict[str, dict[int, tuple[int, TensorMeta]]] = {}
-        for rank, (shown, metas) in layouts.items():
-            for path, leaf in zip(
-                tree.paths(shown, is_slot), tree.leaves(shown, is_slot), strict=True
-            ):
-                if isinstance(leaf, ResultSlot):
-                    paths.setdefault(path, {})[rank] = first + leaf.index, metas[leaf.index]
-        whole = functools.reduce(merge_trees, (shown for shown, _ in layouts.values()))
-        flat = tree.broadcast_prefix(function.out_specs, whole, is_leaf=is_spec, what="out_specs")
-        leaves, structure = tree.flatten(whole, is_leaf=is_slot)
-        out = []
-        rows = zip(tree.paths(whole, is_slot), leaves, flat, strict=True)
-        for path, leaf, spec in rows:
-            held = paths.get(path)
-            if held is None:
-                out.append(leaf)
-                continue
-            spec = spec if isinstance(spec, P) else P()
-            numbers = {rank: number for rank, (number, _) in held.items()}
-            shapes = {rank: meta.shape for rank, (_, meta) in held.items()}
-            _, meta = next(iter(held.values()))
+        def make(meta: TensorMeta, spec: P, numbers: dict, shapes: dict) -> Handle:
             shape = sharding.global_shape(meta.shape, spec, self.mesh)
             kind = self._kind(shape, meta.dtype, spec, meta.device, shapes if shape else None)
-            out.append(self._handle(kind, numbers))
-        return tree.unflatten(structure, out)
+            return self._handle(kind, numbers)
+
+        return join_stages(layouts, function.out_specs, first, make)
 
 
 def _make_copies() -> Callable:
