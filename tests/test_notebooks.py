@@ -143,7 +143,7 @@ def values_on(make):
     for source in cells:
         shell.run_cell(source).raise_error()
     found = [eval(value, shell.user_ns) for value in json.loads(values)]
-    return [torch.as_tensor(leaf).clone() for leaf in ft.tree.leaves(found)]
+    return [1.0 * torch.as_tensor(leaf) for leaf in ft.tree.leaves(found)]
 
 
 simulated, real = values_on(ft.Mesh), values_on(start)
@@ -172,32 +172,24 @@ class OnRanks(NamedTuple):
     tolerance: float
 
 
-SAVE = """mesh = on_ranks(dp=2, tp=2)
-step, state, specs = make(mesh, 1)
-state, _ = step(state, batch)
-_, like, _ = make(Mesh(), 0)
-
-
-def save(mesh, state):
+SAVE = """def save(mesh, state):
     placement = checkpoint.Placement.of(like, specs, mesh)
     checkpoint.save(folder / "1", state, placement=placement)
-
-
-def restore(mesh, state):
-    placement = checkpoint.Placement.of(like, specs, mesh)
-    return checkpoint.restore(folder / "1", state, placement=placement)
 
 
 run_on(mesh, save, mesh, state)
 state = ft.gather(state, specs, mesh)
 mesh = on_ranks(fsdp=4)
-step, fresh, specs = make(mesh, 0)
+"""
+RESTORE = """def restore(mesh, state):
+    placement = checkpoint.Placement.of(like, specs, mesh)
+    return checkpoint.restore(folder / "1", state, placement=placement)
+
+
 restored = run_on(mesh, restore, mesh, fresh, specs=specs)
 whole = ft.gather(restored, specs, mesh)
-same = [torch.equal(a, b) for a, b in zip(*map(tree.leaves, (state, whole)), strict=True)]
-assert len(same) == 39 and all(same)
 """
-"""The cell of notebook 05 with every rank saving, and restoring, its own shards."""
+"""Every rank saves and restores its own shards."""
 
 ON_RANKS = {
     "02_tensor_parallel_transformer": OnRanks(
@@ -205,23 +197,35 @@ ON_RANKS = {
          "class EmaState", "EmaState(*start"],
         [("(ft.Mesh(dp=2, tp=2), gpt.STREAM)", "(on_ranks(dp=2, tp=2), gpt.STREAM)"),
          ("(ft.Mesh(dp=2, tp=4), gpt.SEQ", "(on_ranks(dp=2, tp=2), gpt.SEQ"),
-         ("mesh = ft.Mesh(dp=2, tp=2)\ndefs", "mesh = on_ranks(dp=2, tp=2)\ndefs")],
+         ("mesh = ft.Mesh(dp=2, tp=2)\ndefs", "mesh = on_ranks(dp=2, tp=2)\ndefs"),
+         ("num_steps=10", "num_steps=2"),
+         ("in range(4)]\nscore", "in range(1)]\nscore")],
         ["curves", "same", "signs", "losses", "total"],
         1e-6,
     ),
     "05_sharded_state": OnRanks(
         ["import functron", "settings = optim.", "alone, metrics =", "fresh, specs ="],
-        [("= Mesh(dp=4), Mesh(dp=2, fsdp=2, tp=2)", "= on_ranks(dp=4), on_ranks(dp=4)")],
-        ['float(metrics["loss"])', "worst"],
+        [("= Mesh(dp=4), Mesh(dp=2, fsdp=2, tp=2)", "= on_ranks(dp=4), on_ranks(dp=4)"),
+         ("step, state, specs = make(Mesh(dp=2, tp=2), 1)",
+          "mesh = on_ranks(dp=2, tp=2)\nstep, state, specs = make(mesh, 1)"),
+         ("placement = checkpoint.Placement.of(like, specs, Mesh(dp=2, tp=2))", SAVE),
+         ('checkpoint.save(folder / "1", state, {"step": 1, "note": "first of its kind"}, '
+          "placement=placement)", ""),
+         ("make(Mesh(fsdp=4), 0)", "make(mesh, 0)"),
+         ("placement = checkpoint.Placement.of(like, specs, Mesh(fsdp=4))", RESTORE),
+         ('restored = checkpoint.restore(folder / "1", fresh, placement=placement)', ""),
+         ("(state, restored)", "(state, whole)")],
+        ['float(metrics["loss"])', "worst < 1e-12", "same"],
         1e-12,
     ),
     "07_data_and_models": OnRanks(
         ["import functron", "texts = {", "data.open_tokens", "data.Blend", "def perplexity",
          "def first_loss"],
-        [("mesh = Mesh(dp=2, tp=2)", "mesh = on_ranks(dp=2, tp=2)"),
+        [("max_seq=128)", 'max_seq=128, dtype="float64")'),  # Muon's bfloat16 enlarges rounding
+         ("mesh = Mesh(dp=2, tp=2)", "mesh = on_ranks(dp=2, tp=2)"),
          ("(Mesh(), Mesh(dp=2, tp=2))", "(Mesh(), on_ranks(dp=2, tp=2))")],
         ["curves", 'float(metrics["loss"])', "average", "found"],
-        1e-6,
+        1e-12,
     ),
     "08_your_own_parts": OnRanks(
         ["import functron", "def lamb", "sharded = ", "LAMB by hand", "def make_round",
@@ -234,6 +238,8 @@ ON_RANKS = {
         1e-12,
     ),
 }  # fmt: skip
+FEWER = [('    (mamba, "mamba2-tiny", batch),\n', ""), ('    (t5, "t5-tiny", pairs),\n', "")]
+"""Families of models in the fast test of notebook 07."""
 FAST = ("02_tensor_parallel_transformer", "07_data_and_models")
 
 
@@ -242,10 +248,11 @@ FAST = ("02_tensor_parallel_transformer", "07_data_and_models")
     "name",
     [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in ON_RANKS],
 )
-def test_trains_on_real_ranks(name, torchrun, readers):
+def test_trains_on_real_ranks(name, torchrun, readers, request):
     """The losses of four processes are those of four simulated ranks."""
     given = ON_RANKS[name]
-    changes = json.dumps(SHORTER.get(name, []) + given.changes)
+    fewer = FEWER if name[:2] == "07" and not request.config.getoption("--full") else []
+    changes = json.dumps(SHORTER.get(name, []) + given.changes + fewer)
     rest = (json.dumps(given.cells), json.dumps(given.values), given.tolerance)
     path = ROOT / "notebooks" / f"{name}.ipynb"
     done = torchrun(CELLS + TWICE, 1, path, changes, *rest, timeout=300)
