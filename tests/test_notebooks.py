@@ -238,20 +238,27 @@ ON_RANKS = {
         1e-12,
     ),
 }  # fmt: skip
-FEWER = [('    (mamba, "mamba2-tiny", batch),\n', ""), ('    (t5, "t5-tiny", pairs),\n', "")]
-"""Families of models in the fast test of notebook 07."""
-FAST = ("02_tensor_parallel_transformer", "07_data_and_models")
+FEWER = {
+    "02_tensor_parallel_transformer": [
+        ('    "dp=2, tp=4, sequence": (on_ranks(dp=2, tp=2), gpt.SEQUENCE_PARALLEL_STREAM),\n', ""),
+    ],
+    "07_data_and_models": [
+        ('    (mamba, "mamba2-tiny", batch),\n', ""),
+        ('    (t5, "t5-tiny", pairs),\n', ""),
+    ],
+}
+"""Programs that are left out without ``--full``."""
 
 
 @pytest.mark.applications("notebook", "zoo")
 @pytest.mark.parametrize(
     "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in ON_RANKS],
+    [name if name in FEWER else pytest.param(name, marks=pytest.mark.full) for name in ON_RANKS],
 )
 def test_trains_on_real_ranks(name, torchrun, readers, request):
     """The losses of four processes are those of four simulated ranks."""
     given = ON_RANKS[name]
-    fewer = FEWER if name[:2] == "07" and not request.config.getoption("--full") else []
+    fewer = [] if request.config.getoption("--full") else FEWER[name]
     changes = json.dumps(SHORTER.get(name, []) + given.changes + fewer)
     rest = (json.dumps(given.cells), json.dumps(given.values), given.tolerance)
     path = ROOT / "notebooks" / f"{name}.ipynb"
