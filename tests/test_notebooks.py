@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 import pytest
@@ -60,6 +61,9 @@ for old, new in json.loads(sys.argv[2]):
     found = [source.count(old) for source in cells]
     assert sum(found) == 1, f"{old!r} is written {sum(found)} times"
     cells[found.index(1)] = cells[found.index(1)].replace(old, new)
+"""
+
+TO_THE_END = """
 for source in cells:
     shell.run_cell(source).raise_error()
 print("to the end")
@@ -81,6 +85,7 @@ SHORTER = {
 
 
 APPLICATIONS = {
+    "02_tensor_parallel_transformer": "notebook",
     "07_data_and_models": "zoo",
     "10_faults": "guard",
     "11_a_trillion_parameters": "planner",
@@ -103,8 +108,162 @@ APPLICATIONS = {
 def test_runs(path, torchrun, readers, request):
     """To the end, with few steps of training; with ``--full`` as it is."""
     changes = [] if request.config.getoption("--full") else SHORTER.get(path.stem, [])
-    done = torchrun(CELLS, 1, path, json.dumps(changes), timeout=300)
+    done = torchrun(CELLS + TO_THE_END, 1, path, json.dumps(changes), timeout=300)
     assert "to the end" in done.stdout
+
+
+# Cells run twice, on meshes that `on_ranks` makes: simulated ones, then processes. One mesh of
+# processes is open at a time.
+TWICE = """
+import torch
+import functron as ft
+
+_, _, _, wanted, values, tolerance = sys.argv
+wanted = json.loads(wanted)
+found = [[text for text in wanted if text in source] for source in cells]
+assert sorted(sum(found, [])) == sorted(wanted), found
+cells = [source for source, texts in zip(cells, found) if texts]
+started = []
+
+
+def start(**axes):
+    if not started or started[-1].mesh != ft.Mesh(**axes):
+        for mesh in started:
+            mesh.close()
+        started.append(ft.Mesh(**axes).start("cpu"))
+    return started[-1]
+
+
+def run_on(mesh, function, *args, specs=ft.P()):
+    return function(*args) if type(mesh) is ft.Mesh else mesh.run(function, *args, specs=specs)
+
+
+def values_on(make):
+    shell.user_ns.update(on_ranks=make, run_on=run_on)
+    for source in cells:
+        shell.run_cell(source).raise_error()
+    found = [eval(value, shell.user_ns) for value in json.loads(values)]
+    return [1.0 * torch.as_tensor(leaf) for leaf in ft.tree.leaves(found)]
+
+
+simulated, real = values_on(ft.Mesh), values_on(start)
+for mesh in started:
+    mesh.close()
+assert simulated and started
+for a, b in zip(simulated, real, strict=True):
+    assert (a - b).abs().max() <= float(tolerance) * a.abs().max(), (a, b)
+print("the same on", *started, sep="; ")
+"""
+
+
+class OnRanks(NamedTuple):
+    """What of a notebook runs on simulated ranks and on processes.
+
+    Attributes:
+        cells: words of each cell that runs.
+        changes: meshes of four ranks in the place of others, and fewer steps.
+        values: of expressions afterwards, which are to be the same, up to `tolerance` of them.
+        tolerance: as sums are taken in another order.
+    """
+
+    cells: list[str]
+    changes: list[tuple[str, str]]
+    values: list[str]
+    tolerance: float
+
+
+SAVE = """def save(mesh, state):
+    placement = checkpoint.Placement.of(like, specs, mesh)
+    checkpoint.save(folder / "1", state, placement=placement)
+
+
+run_on(mesh, save, mesh, state)
+state = ft.gather(state, specs, mesh)
+mesh = on_ranks(fsdp=4)
+"""
+RESTORE = """def restore(mesh, state):
+    placement = checkpoint.Placement.of(like, specs, mesh)
+    return checkpoint.restore(folder / "1", state, placement=placement)
+
+
+restored = run_on(mesh, restore, mesh, fresh, specs=specs)
+whole = ft.gather(restored, specs, mesh)
+"""
+"""Every rank saves and restores its own shards."""
+
+ON_RANKS = {
+    "02_tensor_parallel_transformer": OnRanks(
+        ["import functron", "runs = {", "viz.loss_curves", "inspect.getsource", "copied =",
+         "class EmaState", "EmaState(*start"],
+        [("(ft.Mesh(dp=2, tp=2), gpt.STREAM)", "(on_ranks(dp=2, tp=2), gpt.STREAM)"),
+         ("(ft.Mesh(dp=2, tp=4), gpt.SEQ", "(on_ranks(dp=2, tp=2), gpt.SEQ"),
+         ("mesh = ft.Mesh(dp=2, tp=2)\ndefs", "mesh = on_ranks(dp=2, tp=2)\ndefs"),
+         ("num_steps=10", "num_steps=2"),
+         ("in range(4)]\nscore", "in range(1)]\nscore")],
+        ["curves", "same", "signs", "losses", "total"],
+        1e-6,
+    ),
+    "05_sharded_state": OnRanks(
+        ["import functron", "settings = optim.", "alone, metrics =", "fresh, specs ="],
+        [("= Mesh(dp=4), Mesh(dp=2, fsdp=2, tp=2)", "= on_ranks(dp=4), on_ranks(dp=4)"),
+         ("step, state, specs = make(Mesh(dp=2, tp=2), 1)",
+          "mesh = on_ranks(dp=2, tp=2)\nstep, state, specs = make(mesh, 1)"),
+         ("placement = checkpoint.Placement.of(like, specs, Mesh(dp=2, tp=2))", SAVE),
+         ('checkpoint.save(folder / "1", state, {"step": 1, "note": "first of its kind"}, '
+          "placement=placement)", ""),
+         ("make(Mesh(fsdp=4), 0)", "make(mesh, 0)"),
+         ("placement = checkpoint.Placement.of(like, specs, Mesh(fsdp=4))", RESTORE),
+         ('restored = checkpoint.restore(folder / "1", fresh, placement=placement)', ""),
+         ("(state, restored)", "(state, whole)")],
+        ['float(metrics["loss"])', "worst < 1e-12", "same"],
+        1e-12,
+    ),
+    "07_data_and_models": OnRanks(
+        ["import functron", "texts = {", "data.open_tokens", "data.Blend", "def perplexity",
+         "def first_loss"],
+        [("max_seq=128)", 'max_seq=128, dtype="float64")'),  # Muon's bfloat16 enlarges rounding
+         ("mesh = Mesh(dp=2, tp=2)", "mesh = on_ranks(dp=2, tp=2)"),
+         ("(Mesh(), Mesh(dp=2, tp=2))", "(Mesh(), on_ranks(dp=2, tp=2))")],
+        ["curves", 'float(metrics["loss"])', "average", "found"],
+        1e-12,
+    ),
+    "08_your_own_parts": OnRanks(
+        ["import functron", "def lamb", "sharded = ", "LAMB by hand", "def make_round",
+         "for half in", "class Plateau", "training.loop("],
+        [("Mesh(dp=2, fsdp=2, tp=2))", "on_ranks(fsdp=2, tp=2))"),
+         ("Mesh(island=2, dp=2, tp=2)", "on_ranks(island=2, dp=2)"),
+         ("Mesh(dp=4, tp=2)", "on_ranks(dp=2, tp=2)"),
+         ("steps=200", "steps=6")],
+        ["sharded", "curves", '[row["loss"] for row in history]', "trained"],
+        1e-12,
+    ),
+}  # fmt: skip
+FEWER = {
+    "02_tensor_parallel_transformer": [
+        ('    "dp=2, tp=4, sequence": (on_ranks(dp=2, tp=2), gpt.SEQUENCE_PARALLEL_STREAM),\n', ""),
+    ],
+    "07_data_and_models": [
+        ('    (mamba, "mamba2-tiny", batch),\n', ""),
+        ('    (t5, "t5-tiny", pairs),\n', ""),
+    ],
+}
+"""Programs that are left out without ``--full``."""
+
+
+@pytest.mark.applications("notebook", "zoo")
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FEWER else pytest.param(name, marks=pytest.mark.full) for name in ON_RANKS],
+)
+def test_trains_on_real_ranks(name, torchrun, readers, request):
+    """The losses of four processes are those of four simulated ranks."""
+    given = ON_RANKS[name]
+    fewer = [] if request.config.getoption("--full") else FEWER[name]
+    changes = json.dumps(SHORTER.get(name, []) + given.changes + fewer)
+    rest = (json.dumps(given.cells), json.dumps(given.values), given.tolerance)
+    path = ROOT / "notebooks" / f"{name}.ipynb"
+    done = torchrun(CELLS + TWICE, 1, path, changes, *rest, timeout=300)
+    assert "the same on" in done.stdout
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -248,7 +248,10 @@ class StartedMesh(NamedAxes):
             specs = given.get("specs")
             return self._place(fn, args, kwargs, P() if specs is None else specs)
         if fn is init_state:
-            return self._place(fn, args, kwargs, state_specs(given["specs"], given["optimizer"]))
+            for name in ("params", "masters"):  # whole here; each rank is given its own shards
+                if not isinstance(given.get(name), bool | None):
+                    given[name] = self._shard(self._gather(given[name]), given["specs"])
+            return self._place(fn, (), given, state_specs(given["specs"], given["optimizer"]))
         made = fn(*_local(args), **_local_dict(kwargs))
         if isinstance(made, MappedFunction | Jitted):
             return RemoteFunction(self, fn, args, kwargs, twin=made)

@@ -121,6 +121,21 @@ def test_the_bits_are_those_of_torchrun(ranks, torchrun):
     assert [*(loss.hex() for loss in losses), *sums] == want
 
 
+def test_a_state_of_given_parameters(ranks):
+    """Whole ones are given, here or on the ranks, and masters in their place."""
+    defs = {"w": ft.ParamDef((4, 3), (None, None), ft.params.Normal(1.0), torch.bfloat16)}
+    specs, whole = {"w": P("dp")}, {"w": torch.arange(12.0).reshape(4, 3)}
+    optimizer = optim.with_fp32_masters(optim.sgd(0.1, momentum=0.9), {"w": torch.bfloat16})
+    given = ft.random.key(0), defs, specs, optimizer
+    want = ft.init_state(*given, MESH, masters=whole)
+    for masters in (whole, ft.shard(whole, P(), ranks), ft.shard(whole, specs, ranks)):
+        state = ft.init_state(*given, ranks, masters=masters)
+        assert [h.spec for h in ft.tree.leaves(state.params)] == [P("dp")]
+        assert_equal(state, want, ranks)
+    rounded = {"w": whole["w"].bfloat16()}
+    assert_equal(ft.init_state(*given, ranks, rounded).params, rounded, ranks)
+
+
 def test_a_program_is_traced_here(ranks):
     both = setup(ranks), setup(MESH)
     there, here = (str(ft.trace(step)(state, batch_at(0))) for step, state in both)
