@@ -497,7 +497,8 @@ class StartedMesh(NamedAxes):
         held = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Handle)}
         if held:
             own = tuple(P() if flat[i] is None else flat[i] for i in held)
-            copies = RemoteFunction(self, _make_copies, (), {}, in_specs=(own,), out_specs=own)
+            copy, specs_of = (tree.map, torch.clone), {"in_specs": (own,), "out_specs": own}
+            copies = RemoteFunction(self, functools.partial, copy, {}, **specs_of)
             for i, copied in zip(held, self._call(copies, (tuple(held.values()),)), strict=True):
                 leaves[i] = copied
         puts: list[dict[int, Packed]] = [{} for _ in range(self.size)]
@@ -841,11 +842,6 @@ class StartedMesh(NamedAxes):
             return self._handle(kind, numbers)
 
         return join_stages(layouts, function.out_specs, first, make)
-
-
-def _make_copies() -> Callable:
-    """The function that copies a tree."""
-    return functools.partial(tree.map, torch.clone)
 
 
 def _no_object(name: Any) -> Any:
