@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -309,9 +310,9 @@ def public(fn: F) -> F:
         try:
             for given in (*args, *kwargs.values()):
                 if hasattr(type(given), "__functron_call__"):
-                    if vars(type(given)).get(fn.__name__) is made:  # a method of its own
+                    if _is_public(vars(type(given)).get(fn.__name__), fn):  # a method of its own
                         break
-                    return given.__functron_call__(made, args, kwargs)
+                    return given.__functron_call__(_find_public(fn), args, kwargs)
             if wanted is None:  # later than where annotations are written, which may look ahead
                 wanted = _checkable_arguments(fn)
             if wanted and (found := [p for one in wanted for p in one.problems(args, kwargs)]):
@@ -329,6 +330,19 @@ def public(fn: F) -> F:
     # which torch.compile looks for, and the message that it shows
     made._torchdynamo_disable, made._torchdynamo_disable_msg = True, _UNCOMPILED
     return made
+
+
+def _is_public(value: object, fn: Callable) -> bool:
+    """Whether `value` is what `public` has made of `fn`."""
+    return getattr(value, "__wrapped__", None) is fn
+
+
+def _find_public(fn: Callable) -> Callable:
+    """`fn` as users call it: it cannot refer to that itself, in a circle that keeps its values."""
+    found: Any = sys.modules.get(fn.__module__)
+    for name in fn.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found if _is_public(found, fn) else public(fn)
 
 
 def dataclass_fix(value: object) -> str:

@@ -67,6 +67,15 @@ def interrupt(update: _Slow) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.fixture
+def python_handles_interrupts():
+    """As where a user types Ctrl-C: processes of parallel tests ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handles_interrupts")
 @pytest.mark.parametrize("mesh", [ft.Mesh(), ft.Mesh(dp=2)], ids=["", "dp=2"])
 def test_a_real_interrupt_in_the_middle_of_an_update(mesh):
     """Of two donated tensors one was written: without copies both are gone, with them none is."""
