@@ -273,7 +273,8 @@ class Worker:
         if not call.sums:
             return kept
         held = [leaf for leaf in tree.leaves(out) if isinstance(leaf, torch.Tensor)]
-        return kept._replace(sums=tuple(zlib.crc32(Packed.of(x).numbers) for x in held))
+        numbers: list[Any] = [Packed.of(x).numbers for x in held]
+        return kept._replace(sums=tuple(map(zlib.crc32, numbers)))
 
     def _leaf(self, index: int, leaf: Any, moves: dict[int, tuple[P, P]]) -> Any:
         if type(leaf) is int:
