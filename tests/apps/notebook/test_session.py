@@ -371,6 +371,7 @@ def test_threads_take_turns(ranks):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork")  # by JAX, where other tests have used it
 def test_a_fork_of_the_notebook_is_refused(ranks, tmp_path):
     child = os.fork()
     if child == 0:
