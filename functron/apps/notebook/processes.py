@@ -49,7 +49,7 @@ _STUCK_SECONDS = 3.0  # of Ctrl-C, after which another one gives up sending
 _LOOPBACK = "127.0.0.1"
 _PROGRAM = (  # it finds this library where the notebook does, and its classes have one name
     "import json, sys; given = json.loads(sys.stdin.readline()); sys.path[:] = given['path']; "
-    "from functron.apps.notebook.worker import main; main(given)"
+    f"from {WorkerPlace.__module__} import main; main(given)"
 )
 _FAIL_SECONDS = 1.5  # after the first failure, in which others may fail alike
 _LOOK_SECONDS = 0.25
