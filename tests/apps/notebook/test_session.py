@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -439,7 +440,9 @@ def test_lines_bars_and_much_output(ranks, capsys):
     ranks.run(speak, ranks)
     found = capsys.readouterr().out.split("\n")
     assert time.monotonic() - begin < 3.0
-    assert "\n".join(found[:3]).replace("\r0|\r1|", "").strip() == "a\n\nb"
+    assert (
+        re.sub(r"[\r\d|]", "", "\n".join(found[:3])).strip() == "a\n\nb"
+    )  # bars are drawn as they come
     assert sorted(found[-8001:-1])[:2] == ["[rank 0] 0 0", "[rank 0] 0 1"]
     assert len(found) == 3 + 1 + 8000 + 1
 
