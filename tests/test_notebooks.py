@@ -157,7 +157,7 @@ print("the same on", *started, sep="; ")
 
 
 class OnRanks(NamedTuple):
-    """What of a notebook runs on simulated ranks and on processes.
+    """The cells of a notebook that run on simulated ranks and on processes.
 
     Attributes:
         cells: words of each cell that runs.

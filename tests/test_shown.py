@@ -1,4 +1,4 @@
-"""What users look at shows itself: short in a console, as a table in a notebook."""
+"""Values that users look at show themselves: short in a console, as a table in a notebook."""
 
 from __future__ import annotations
 

@@ -51,6 +51,7 @@ from functron.cli.process import (
 from functron.core.errors import Problem, load_plugin, refuse
 from functron.spmd import BoundMesh, Mesh
 from functron.spmd.flight import FlightRecorder
+from functron.spmd.mesh import listen_for_ranks
 from functron.training.config import TrainConfig
 from functron.training.loop import REQUEUE_CODE, RESHAPE_CODE
 from functron.training.records import CONFIG, EVENTS, event_log
@@ -384,14 +385,7 @@ class _Loopback(RendezvousHandler):
 
     def __init__(self, parameters: RendezvousParameters):
         self._run_id = parameters.run_id
-        with socket.socket() as listener:
-            listener.bind((_HOST, 0))
-            listener.listen(4096)
-            port = listener.getsockname()[1]
-            self._store = dist.TCPStore(
-                _HOST, port, is_master=True, wait_for_workers=False, multi_tenant=True,
-                master_listen_fd=listener.detach(),
-            )  # fmt: skip
+        self._store, port = listen_for_ranks(_HOST)
         self._info = RendezvousStoreInfo(_HOST, port)
 
     def get_backend(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -278,6 +279,22 @@ class Mesh(NamedAxes):
                 compat.name_group(_record_group(groups[name]), compat.keep_group(recorded))
         rest = recorder, Membership(number)
         return BoundMesh(self, rank, self.coordinate(rank), groups, device_type, *rest)
+
+
+def listen_for_ranks(host: str) -> tuple[dist.TCPStore, int]:
+    """A store where processes meet, which listens at this address alone, and its port.
+
+    Those that torch makes by itself listen at every address of the machine.
+    """
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        listener.listen(4096)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+    return store, port
 
 
 Link = tuple[int, int]

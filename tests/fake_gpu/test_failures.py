@@ -1,4 +1,4 @@
-"""What ends a run on GPUs, and how it goes on: ranks that stop or die, and fewer of them."""
+"""Ends of runs on GPUs, and how runs go on: ranks that stop or die, and fewer of them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
 
 
 def find_problems(folder: Path) -> list[str]:
-    """What drivers refuse; a rank has a log for each start."""
+    """Errors that drivers report; a rank has a log for each start."""
     found = journal.read(folder)
     assert found
     return [

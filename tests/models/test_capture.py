@@ -244,7 +244,7 @@ def test_processes_have_their_parts(torchrun):
 
 
 def grown(value, name):
-    """What the hooks below do, by a name's number."""
+    """The change that the hooks below make, by a name's number."""
     return value * (1 + int(name.split("/")[-3]))
 
 

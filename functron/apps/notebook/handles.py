@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from functron.apps.notebook.worker import ResultSlot, TensorMeta
+from functron.apps.notebook.worker import ResultSlot, TensorMeta, is_slot
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.spmd import Mesh, P
@@ -218,11 +218,6 @@ def kind_of(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype
     return type(leaf)
-
-
-def is_slot(leaf: Any) -> bool:
-    """Whether a leaf is the place of a tensor."""
-    return isinstance(leaf, ResultSlot)
 
 
 def merge_trees(first: Any, second: Any) -> Any:

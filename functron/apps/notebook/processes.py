@@ -15,7 +15,6 @@ import re
 import secrets
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,12 +27,11 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Listener
 from typing import Any
 
-import torch.distributed as dist
-
 from functron.apps.notebook.shipping import load
 from functron.apps.notebook.worker import Answer, Failure, Hello, WorkerPlace
 from functron.core.errors import refuse
 from functron.spmd.flight import list_ranks
+from functron.spmd.mesh import listen_for_ranks
 
 START_SECONDS = 120.0
 HOSTS_SECONDS = 900.0
@@ -154,14 +152,7 @@ class Processes:
         self._timeout, self._write, self.generation = timeout_seconds, write, 0
         self._token = hosts.token or secrets.token_hex(16)
         self._owner, (host, _) = os.getpid(), hosts.where()
-        with socket.socket() as listener:
-            listener.bind((host, 0))
-            listener.listen(4096)
-            port = listener.getsockname()[1]
-            self._store = dist.TCPStore(
-                host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
-                master_listen_fd=listener.detach(),
-            )  # fmt: skip
+        self._store, port = listen_for_ranks(host)
         self._store_at = host, port
         self.ranks: list[Rank] = []
         self._lines: dict[bool, dict[int, deque]] = {False: {}, True: {}}
@@ -755,7 +746,7 @@ def raise_failures(
 def _error_of(failure: Failure) -> BaseException:
     if failure.error:
         try:
-            error = load(failure.error, lambda name: None)
+            error = load(failure.error)
         except Exception:  # of a class that cannot be made here
             error = None
         if isinstance(error, BaseException) and not isinstance(

@@ -35,7 +35,6 @@ from functron.apps.notebook.handles import (
     abstract,
     compare_sums,
     for_rank,
-    is_slot,
     join_stages,
     kind_of,
 )
@@ -57,7 +56,7 @@ from functron.apps.notebook.shipping import (
     refuse_unsendable,
     require_cloudpickle,
 )  # fmt: skip
-from functron.apps.notebook.worker import Answer, Call, KeptResults, ResultSlot, TensorMeta
+from functron.apps.notebook.worker import Answer, Call, KeptResults, ResultSlot, TensorMeta, is_slot
 from functron.compiler.jit import Jitted, jit
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
@@ -474,9 +473,10 @@ class StartedMesh(NamedAxes):
             if len(parts) * torch.Size(local).numel() < handle.numel():
                 raise RankError(f"a part of {handle.spec} died with its rank; fix: {RESTART}")
             whole = torch.empty(handle.shape, dtype=handle.dtype)
-            for at, rank in parts.items():
-                region = tuple(slice(a, a + n) for a, n in zip(at, local, strict=True))
-                whole[region] = found[rank][for_rank(handle._number, rank)].tensor()
+            for rank in parts.values():
+                part = found[rank][for_rank(handle._number, rank)].tensor()
+                place = self.mesh.coordinate(rank)
+                sharding.shard(whole, handle.spec, self.mesh, place).copy_(part)
             out.append(whole)
         return out
 
@@ -510,7 +510,7 @@ class StartedMesh(NamedAxes):
             number = self._number(1)
             for rank, packed in enumerate(self._cut(leaf, spec)):
                 puts[rank][number] = packed
-            out.append(self._handle(self._kind(leaf.shape, leaf.dtype, spec), number))
+            out.append(Handle(self, self._kind(leaf.shape, leaf.dtype, spec), number))
         self._refuse_closed()
         requests = {rank: [("put", (values,))] for rank, values in enumerate(puts)}
         self._exchange("shard", requests)
@@ -541,9 +541,6 @@ class StartedMesh(NamedAxes):
         if key not in self._kinds:
             self._kinds[key] = Kind(*key[:4], local)
         return self._kinds[key]
-
-    def _handle(self, kind: Kind, number: int | dict, scalar: Any = None) -> Handle:
-        return Handle(self, kind, number, scalar)
 
     def _list_handles(self) -> list[Handle]:
         """The handles that there are."""
@@ -642,7 +639,7 @@ class StartedMesh(NamedAxes):
             for kind in kinds
         )
         slots = tree.unflatten(structure, [ResultSlot(i) for i in range(len(leaves))])
-        blob = dump(slots, lambda obj: None)[0]
+        blob = dump(slots)[0]
         if blob not in self._structures:
             self._pending.append(("structure", (len(self._structures), blob)))
         number = self._structures.setdefault(blob, len(self._structures))
@@ -791,7 +788,7 @@ class StartedMesh(NamedAxes):
         if kept.new is None:
             return known[kept.layout]
         metas = self._metas.setdefault(kept.new[1], kept.new[1])
-        found = load(kept.new[0], _no_object), metas
+        found = load(kept.new[0]), metas
         if kept.layout:
             known[kept.layout] = found
         return found
@@ -839,13 +836,9 @@ class StartedMesh(NamedAxes):
         def make(meta: TensorMeta, spec: P, numbers: dict, shapes: dict) -> Handle:
             shape = sharding.global_shape(meta.shape, spec, self.mesh)
             kind = self._kind(shape, meta.dtype, spec, meta.device, shapes if shape else None)
-            return self._handle(kind, numbers)
+            return Handle(self, kind, numbers)
 
         return join_stages(layouts, function.out_specs, first, make)
-
-
-def _no_object(name: Any) -> Any:
-    raise AssertionError(name)
 
 
 def _write(text: str, is_error: bool) -> None:

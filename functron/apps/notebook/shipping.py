@@ -286,8 +286,16 @@ def _is_installed(file: str) -> bool:
     return any(path.is_relative_to(folder) for folder in [*folders, Path(__file__).parents[2]])
 
 
-def dump(value: Any, refer: Callable[[Any], Any]) -> tuple[bytes, Shipper]:
-    """`value` as bytes, and what was met on the way."""
+def _refer_to_nothing(obj: Any) -> None:
+    return None
+
+
+def _find_nothing(name: Any) -> Any:
+    raise AssertionError(name)
+
+
+def dump(value: Any, refer: Callable[[Any], Any] = _refer_to_nothing) -> tuple[bytes, Shipper]:
+    """`value` as bytes, and what was met on the way; by default nothing is known there by name."""
     file, taken = io.BytesIO(), cloudpickle.list_registry_pickle_by_value()
     own = [module for module in own_modules() if module.__name__ not in taken]
     shipper = Shipper(file, refer)
@@ -318,7 +326,9 @@ class Receiver(pickle.Unpickler):
         return self._find(pid)
 
 
-def load(data: bytes, find: Callable[[Any], Any], device: torch.device | str = "cpu") -> Any:
+def load(
+    data: bytes, find: Callable[[Any], Any] = _find_nothing, device: torch.device | str = "cpu"
+) -> Any:
     """The value that `dump` wrote, with its tensors on a device."""
     return Receiver(data, find, device).load()
 

@@ -74,7 +74,6 @@ class Hello(NamedTuple):
         host: the name of its machine; "": that of the notebook.
         local_rank, num_local: of those on this machine.
         device: "cpu" or "cuda".
-        pid: of the process.
     """
 
     number: int
@@ -83,7 +82,6 @@ class Hello(NamedTuple):
     local_rank: int
     num_local: int
     device: str
-    pid: int
 
 
 class Absent(NamedTuple):
@@ -156,7 +154,6 @@ class Answer(NamedTuple):
     value: Any = None
     failure: Failure | None = None
     warned: tuple[tuple[type[Warning], str, str, int], ...] = ()
-    seconds: float = 0.0
 
 
 class Call(NamedTuple):
@@ -262,7 +259,7 @@ class Worker:
         structure = self.arguments[call.arguments]
         if isinstance(structure, bytes):
             structure = self.arguments[call.arguments] = load(structure, self.find)
-        filled = tree.map(lambda slot: leaves[slot.index], structure, is_leaf=_is_slot)
+        filled = tree.map(lambda slot: leaves[slot.index], structure, is_leaf=is_slot)
         args = _without_absent(filled)
         del leaves, filled
         out = function(*args)
@@ -324,18 +321,15 @@ class Worker:
         if plain:
             self.layouts[key] = number
         try:
-            structured = dump(tree.unflatten(structure, shown), _no_name)[0]
+            structured = dump(tree.unflatten(structure, shown))[0]
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             wanted = "tensors, numbers and other values that pickle can send"
             refuse("the notebook cannot have the results", "result", error, wanted, error=TypeError)
         return KeptResults(number, (structured, tuple(metas)), numbers)
 
 
-def _no_name(obj: Any) -> None:
-    return None
-
-
-def _is_slot(leaf: Any) -> bool:
+def is_slot(leaf: Any) -> bool:
+    """Whether a leaf is the place of a tensor."""
     return isinstance(leaf, ResultSlot)
 
 
@@ -424,7 +418,7 @@ def _encode(answers: list[Answer]) -> bytes:
 
 def _answer(worker: Worker, function: Callable, call: int, args: tuple) -> Answer:
     """The answer to a request; `call` is its serial number, if it is a call's."""
-    began, warned = time.perf_counter(), []
+    warned = []
     try:
         with _collecting(warned) if call else contextlib.nullcontext():
             worker.running = call
@@ -432,13 +426,13 @@ def _answer(worker: Worker, function: Callable, call: int, args: tuple) -> Answe
                 raise KeyboardInterrupt
             value = function(*args)
             worker.running = 0
-        return Answer(value, None, tuple(warned), time.perf_counter() - began)
+        return Answer(value, None, tuple(warned))
     except BaseException as error:
         worker.running = 0
         consumed = args[0].consumed if call else []
         failure = _describe(worker, error, consumed)
         del error
-        return Answer(None, failure, tuple(warned), time.perf_counter() - began)
+        return Answer(None, failure, tuple(warned))
 
 
 @contextlib.contextmanager
@@ -471,7 +465,7 @@ def _describe(worker: Worker, error: BaseException, consumed: Sequence[int]) -> 
     closed = worker.bound.membership.closed if isinstance(worker.bound, BoundMesh) else ""
     error.__traceback__ = error.__context__ = error.__cause__ = None
     try:
-        sent = dump(error, _no_name)[0]
+        sent = dump(error)[0]
         load(sent, worker.find)
     except Exception:
         sent = b""
@@ -596,7 +590,7 @@ def run(
     """
     found = find_device(device, num_local)
     at = number if local_rank is None else local_rank
-    hello = Hello(number, "requests", host, at, num_local, found, os.getpid())
+    hello = Hello(number, "requests", host, at, num_local, found)
     try:
         requests: Any = _connect(address, token, may_wait=bool(host))
         requests.send(hello)
