@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         shard,
         shard_map,
     )
-    from functron.spmd import collectives as lax
     from functron.spmd.params import ParamDef, abstract_params, init_params, num_params, param_specs
     from functron.training import viz
     from functron.training.step import State, grad_norm, init_state, make_step, state_specs
@@ -70,6 +69,7 @@ if TYPE_CHECKING:
         gathered_once,
         grad,
         intervene,
+        lax,
         mean_gradients,
         policies,
         remat,

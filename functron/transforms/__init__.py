@@ -4,7 +4,8 @@
 gives a function a backward of its own; `remat` computes again instead of keeping, by `policies`;
 `capture` and `intervene` return and replace named values; `scan` runs layers, `accumulate`
 microbatches; `fsdp` and `Gather` gather sharded parameters at use; `mean_gradients` and its
-wrappers are what a training step takes its gradients from.
+wrappers are what a training step takes its gradients from. `lax` has collectives, loops and
+branches by JAX's names.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from functron.core import import_lazily
 
 if TYPE_CHECKING:
-    from functron.transforms import policies
+    from functron.transforms import lax, policies
     from functron.transforms.capture import capture, intervene
     from functron.transforms.custom_vjp import custom_vjp
     from functron.transforms.gradient import (

@@ -1,0 +1,32 @@
+"""``functron.lax``: collectives, loops and branches of per-rank programs, by JAX's names.
+
+Collectives are in `functron.spmd.collectives`, loops in `functron.transforms.scan`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from functron.core import import_lazily
+
+if TYPE_CHECKING:
+    from functron.spmd.collectives import (
+        all_gather,
+        all_to_all,
+        assume_replicated,
+        axis_index,
+        axis_size,
+        global_index,
+        pbroadcast,
+        pmax,
+        pmean,
+        pmin,
+        ppermute,
+        psum,
+        psum_scatter,
+        ragged_all_to_all,
+        stop_gradient,
+    )
+    from functron.transforms.scan import scan
+
+import_lazily(__name__)
