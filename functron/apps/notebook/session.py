@@ -458,11 +458,9 @@ class StartedMesh(NamedAxes):
                        "a value that every rank has a part of",
                        "collect it on the ranks: mesh.run(ft.pipeline.collect, ...)")  # fmt: skip
             parts: dict[tuple, int] = {}
+            whole = sharding.windows(tuple(handle.shape), handle.spec, self.mesh)
             for rank in sorted(living.intersection(handle._kind.local or living)):
-                at = sharding.offsets(
-                    handle.shape, handle.spec, self.mesh, self.mesh.coordinate(rank)
-                )
-                parts.setdefault(at, rank)
+                parts.setdefault(whole[rank], rank)
             places.append(parts)
             for rank in parts.values():
                 wanted.setdefault(rank, []).append(for_rank(handle._number, rank))
@@ -473,10 +471,9 @@ class StartedMesh(NamedAxes):
             if len(parts) * torch.Size(local).numel() < handle.numel():
                 raise RankError(f"a part of {handle.spec} died with its rank; fix: {RESTART}")
             whole = torch.empty(handle.shape, dtype=handle.dtype)
-            for rank in parts.values():
-                part = found[rank][for_rank(handle._number, rank)].tensor()
-                place = self.mesh.coordinate(rank)
-                sharding.shard(whole, handle.spec, self.mesh, place).copy_(part)
+            for part, rank in parts.items():
+                value = found[rank][for_rank(handle._number, rank)].tensor()
+                whole[tuple(slice(*ends) for ends in part)] = value
             out.append(whole)
         return out
 
@@ -521,14 +518,11 @@ class StartedMesh(NamedAxes):
         if not sharding.spec_axes(spec):
             return [Packed.of(value)] * self.size
         made: dict[tuple, Packed] = {}
-        out = []
-        for rank in range(self.size):
-            place = self.mesh.coordinate(rank)
-            at = sharding.offsets(value.shape, spec, self.mesh, place)
-            if at not in made:
-                made[at] = Packed.of(sharding.shard(value, spec, self.mesh, place).clone())
-            out.append(made[at])
-        return out
+        parts = sharding.windows(tuple(value.shape), spec, self.mesh)
+        for part in parts:
+            if part not in made:
+                made[part] = Packed.of(value[tuple(slice(*ends) for ends in part)])
+        return [made[part] for part in parts]
 
     def _number(self, count: int) -> int:
         self._numbers += count

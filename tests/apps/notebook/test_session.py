@@ -218,6 +218,22 @@ def test_values_go_and_come(ranks):
         ft.shard(torch.ones(3), P("dp"), ranks)
 
 
+def test_treescope_shows_numbers_and_parts(ranks):
+    treescope = pytest.importorskip("treescope")
+    whole = torch.arange(60.0).reshape(6, 10)
+    handle = ft.shard(whole, P(None, "dp"), ranks)
+    adapter = treescope.type_registries.lookup_ndarray_adapter(handle)
+    shown, mask = adapter.get_array_data_with_truncation(handle, None, (None, 2))
+    assert (shown[:, mask[0]] == whole[:, [0, 1, 8, 9]].numpy()).all()
+    sharding = adapter.get_sharding_info_for_array_data(handle)
+    assert sharding.shard_shape == (6, 5)
+    assert not sharding.fully_replicated
+    parts = sharding.device_index_to_shard_slices
+    assert torch.equal(torch.cat([whole[parts[rank]] for rank in (0, 1)], 1), whole)
+    assert "ArrayvizRendering" in repr(treescope.render_array(handle))
+    assert "sharding" in repr(treescope.render_array_sharding(handle)).lower()
+
+
 def test_a_handle_that_is_split_otherwise_is_moved(ranks):
     x = torch.arange(8.0)
     whole, parts = ft.shard(x, P(), ranks), ft.shard(x, P("dp"), ranks)
