@@ -231,7 +231,7 @@ def test_treescope_shows_numbers_and_parts(ranks):
     parts = sharding.device_index_to_shard_slices
     assert torch.equal(torch.cat([whole[parts[rank]] for rank in (0, 1)], 1), whole)
     assert "ArrayvizRendering" in repr(treescope.render_array(handle))
-    assert "sharding" in repr(treescope.render_array_sharding(handle)).lower()
+    assert "digitbox" in repr(treescope.render_array_sharding(handle)).lower()
 
 
 def test_a_handle_that_is_split_otherwise_is_moved(ranks):
