@@ -241,6 +241,8 @@ class Plan(NamedTuple):
         consumed: which handles among the leaves are given up.
         same: whether all ranks are sent the same: numbers of values, and other leaves as they are.
         paths: of the leaves.
+        out_specs: of the results.
+        results: how these become handles, by the number that ranks give their structure.
     """
 
     arguments: int
@@ -249,6 +251,8 @@ class Plan(NamedTuple):
     consumed: list[int]
     same: bool
     paths: list[str]
+    out_specs: tree.Tree
+    results: dict[int, tuple[list, tree.Structure]]
 
 
 class Row(NamedTuple):

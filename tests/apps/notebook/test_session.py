@@ -149,6 +149,17 @@ def test_a_partitioned_function(ranks):
     assert float(f(x, w)) == pytest.approx((x @ w).tanh().sum().item(), abs=1e-12)
 
 
+def test_results_of_other_arguments_are_split_otherwise(ranks):
+    """Their specs are found by tracing, for each kind of arguments."""
+    x, y = torch.randn(2, 4, 4, dtype=torch.float64)
+    f = ft.partition(lambda given: given["x"] @ given["y"], ranks, (P(),))
+    g = ft.partition(lambda given: given["x"] @ given["y"], MESH, (P(),))
+    halves = ft.partition(lambda x: x.T if len(x) == 4 else x * 2, ranks, (P("dp"),))
+    assert torch.equal(halves(x).gather(), x.T)
+    assert torch.equal(halves(x[:2]).gather(), x[:2] * 2)
+    assert torch.equal(f({"x": x, "y": y}).gather(), g({"x": x, "y": y}))
+
+
 def test_a_pipeline(simulated):
     """Ranks hold different parts: what is made of a rank's place is built there."""
     schedule = ft.pipeline.make("1f1b", 2, 2)
