@@ -338,7 +338,7 @@ class Levels:
 
 def _is_cheap(equation: Equation) -> bool:
     op = equation.op
-    if isinstance(op, Scan) or is_effect(equation):
+    if isinstance(op, ControlFlow) or is_effect(equation):
         return False
     return torch.Tag.pointwise in op.tags or (op.namespace == "aten" and equation.name in _CHEAP)
 

@@ -33,8 +33,8 @@ from functron.core import compat
 from functron.core.scopes import phase, scope_names, set_during
 from functron.program.equations import (
     Block,
+    ControlFlow,
     Equation,
-    Scan,
     Strided,
     TensorType,
     Var,
@@ -324,7 +324,7 @@ class Recorder(TorchDispatchMode):
     def emit(self, op: Any, operands: Sequence[Var], results: Sequence[tuple]) -> list:
         """Append an equation; its results, as fake tensors. `results` are arguments of `empty`."""
         tensors = [self.empty(*result) for result in results]
-        name = "scan" if isinstance(op, Scan) else op.name().split("::")[1]
+        name = op.kind if isinstance(op, ControlFlow) else op.name().split("::")[1]
         outputs = tuple(self.name(tensor, name) for tensor in tensors)
         self._append(Equation(op, tuple(operands), {}, outputs, self._where()))
         return tensors

@@ -20,7 +20,15 @@ from functron.core.errors import Problem, dataclass_fix, public, raise_problems,
 from functron.program import text
 from functron.program.check import check
 from functron.program.cost import collectives_diff, cost
-from functron.program.equations import Block, Code, Input, Output, Scan, Var, contiguous_strides
+from functron.program.equations import (
+    Block,
+    Code,
+    ControlFlow,
+    Input,
+    Output,
+    Var,
+    contiguous_strides,
+)
 from functron.program.interpreter import run_in_lockstep
 from functron.program.memory import memory
 from functron.program.recorder import Recorder, active, keeper
@@ -307,7 +315,7 @@ class _Trace:
 
 def _refuse_processes(block: Block) -> None:
     for equation, _ in block.walk():
-        if not isinstance(equation.op, Scan) and equation.op.namespace == "_c10d_functional":
+        if not isinstance(equation.op, ControlFlow) and equation.op.namespace == "_c10d_functional":
             raise ValueError(
                 f"trace: at {equation.where.line} the program communicates with real processes "
                 f"({equation.op}); wanted collectives of functron.lax over the mesh it is traced "
