@@ -37,6 +37,7 @@ from functron.core import tree
 from functron.core.errors import Problem, raise_problems
 from functron.program.equations import (
     Block,
+    ControlFlow,
     Equation,
     Fresh,
     Input,

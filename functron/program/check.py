@@ -179,15 +179,18 @@ class _Inference:
             self._examine_blocks(equation, equation.op.blocks, given[0])
             rows = [self._infer_outputs(block, given[1:]) for block in equation.op.branches]
             chosen = [_union([given[0]], equation.where.line)] * len(equation.outputs)
-            return [_union(each, "") for each in zip(*rows, chosen, strict=True)]
-        return self._infer_while(equation, equation.op, given)
+            return [*(_union(each, "") for each in zip(*rows, chosen, strict=True))]
+        assert isinstance(equation.op, While)
+        return [*self._infer_while(equation, equation.op, given)]
 
     def _infer_outputs(self, block: Block, given: Sequence[Variation]) -> list[Variation]:
         inner = dict(zip(block.inputs, given, strict=True))
         self._infer_block(block, inner)
         return [inner[v] if isinstance(v, Var) else {} for v in block.outputs]
 
-    def _infer_while(self, equation: Equation, op: While, given: list) -> list[Variation]:
+    def _infer_while(
+        self, equation: Equation, op: While, given: Sequence[Variation]
+    ) -> Sequence[Variation]:
         """Add what the body and the condition make of the carry to it, until that adds nothing.
 
         Ranks that stop at different iterations have different carries.
@@ -198,7 +201,7 @@ class _Inference:
             after = self._infer_outputs(op.body, [*consts, *carry])
             stops = _union([holds], equation.where.line)
             before = carry
-            carry = [_union((*pair, stops), "") for pair in zip(carry, after, strict=True)]
+            carry = [*(_union((*pair, stops), "") for pair in zip(carry, after, strict=True))]
             if all(a.keys() == b.keys() for a, b in zip(carry, before, strict=True)):
                 self._examine_blocks(equation, op.blocks, holds)
                 return carry

@@ -246,8 +246,8 @@ def cost(program: Code) -> Cost:
     `torch.utils.flop_counter.FlopCounterMode`, whose total on an eager run of the same function the
     hardware FLOPs equal.
     """
-    total: Counter[str] = Counter()  # with parts of runs where branches have weights
-    by_dtype: Counter[torch.dtype] = Counter()
+    total: Any = Counter()  # with parts of runs where branches have weights
+    by_dtype: Any = Counter()
     model = whole = 0
     for equation, times in walk_dearest(program.block, equation_flops):
         found = equation_flops(equation)

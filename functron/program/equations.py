@@ -193,6 +193,10 @@ class Scan:
         """The body, once for each slice."""
         return ((self.body, self.length),)
 
+    def with_blocks(self, blocks: Sequence[Block]) -> Scan:
+        """The same with another body."""
+        return replace(self, body=blocks[0])
+
     @property
     def key(self) -> tuple:
         """Its length, what is carried, and the direction."""
@@ -241,6 +245,10 @@ class Switch:
         """Every branch once."""
         return tuple((block, 1) for block in self.branches)
 
+    def with_blocks(self, blocks: Sequence[Block]) -> Switch:
+        """The same with other branches."""
+        return replace(self, branches=tuple(blocks))
+
     @property
     def key(self) -> tuple:
         """Weights."""
@@ -284,6 +292,10 @@ class While:
         count = 1 if self.trip_count is None else self.trip_count
         return (self.cond, count + 1), (self.body, count)
 
+    def with_blocks(self, blocks: Sequence[Block]) -> While:
+        """The same with another condition and body."""
+        return replace(self, cond=blocks[0], body=blocks[1])
+
     @property
     def key(self) -> tuple:
         """The number of constants, and of iterations."""
@@ -294,7 +306,7 @@ ControlFlow = Scan | Switch | While
 """The operations that run blocks of their own; every other one is of torch or functron.
 
 All arguments of their equations are values. They have `blocks`, `runs` (each block and how often it
-runs, as far as that is known), and a `key` that tells one from others of its `kind`.
+runs, as far as that is known), `with_blocks`, and a `key` that tells one from others of its `kind`.
 """
 
 

@@ -578,7 +578,7 @@ class Machine:
     ) -> list[Value]:
         """The outputs of a block of an operation, to which its operands are lent."""
         operands = equation.args[len(equation.args) - len(block.inputs) :]
-        forced = {
+        forced: dict[int, Category] = {
             inner.storage: outline.category[outer.storage]
             for inner, outer in zip(block.inputs, operands, strict=True)
         }

@@ -36,9 +36,11 @@ from functron.program.equations import (
     ControlFlow,
     Equation,
     Strided,
+    Switch,
     TensorType,
     Var,
     Where,
+    While,
     as_memory,
     as_value,
     canonical_strides,
@@ -828,6 +830,8 @@ def live_equations(equations: Sequence[Equation], outputs: Sequence[Any]) -> lis
     kept = []
     for equation in reversed(equations):
         effect = not equation.outputs or equation.op in _REQUIREMENTS
+        if isinstance(equation.op, Switch | While):  # whose blocks may say or check something
+            effect = any(live_equations(block.equations, ()) for block in equation.op.blocks)
         if effect or any(value in needed for value in equation.results):
             kept.append(equation)
             needed.update(equation.operands)

@@ -33,7 +33,7 @@ from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems
 from functron.core.scopes import in_phase
 from functron.program.equations import Block, Switch, Var, While
-from functron.program.recorder import Recorder, active, from_line, keeper, live_equations
+from functron.program.recorder import Recorder, active, keeper, live_equations
 from functron.spmd.axes import user_line
 from functron.transforms.capture import unwatched
 from functron.transforms.gradient import replace_at
@@ -295,7 +295,7 @@ class _SwitchProgram:
             with in_phase("recompute"):
                 outputs, pullback = pull_back(lambda x: list(function(x)), operands, moving)
             rows = dict(zip(given, values[count:], strict=True))
-            cotangents = [rows.get(i, None) for i in range(len(outputs))]
+            cotangents = [rows.get(i) for i in range(len(outputs))]
             cotangents = [
                 torch.zeros_like(out) if ct is None else ct
                 for out, ct in zip(outputs, cotangents, strict=True)
@@ -450,7 +450,7 @@ class _WhileProgram:
 
         def split(values: _Tensors) -> tuple[list, list]:
             # (*consts, *tangents of consts, *carry, *tangents of carry)
-            consts, rest = values[: first], values[first:]
+            consts, rest = values[:first], values[first:]
             tangents, rest = rest[: len(fixed)], rest[len(fixed) :]
             carry, moved = rest[: count - first], rest[count - first :]
             return [*consts, *carry], [*tangents, *moved]
@@ -470,16 +470,15 @@ class _WhileProgram:
         first, varying = self.num_consts, [dim is not None for dim in in_dims]
 
         def run(values: _Tensors) -> Any:
-            given = [x if d is None else x.movedim(d, 0) for x, d in zip(values, in_dims, strict=True)]
+            rows = list(zip(values, in_dims, strict=True))
             while True:  # what an iteration makes of the carry may be batched
+                given = [
+                    x.movedim(dim, 0) if dim is not None else x.expand(size, *x.shape) if own else x
+                    for (x, dim), own in zip(rows, varying, strict=True)
+                ]
                 dims = [0 if batched else None for batched in varying]
                 holds, apart = map_level(self.holds, size, dims)
                 step, after = map_level(self.step, size, dims)
-                rows = zip(given, varying, in_dims, strict=True)
-                given = [
-                    x.expand(size, *x.shape) if batched and x.dim() == like.dim() and d is None else x
-                    for (x, batched, d), like in zip(rows, values, strict=True)
-                ]
                 with _look_ahead():
                     holds(given)
                     step(given)
@@ -535,9 +534,9 @@ class _WhileFunction(Function):
     def backward(ctx, *cotangents) -> Any:
         raise ValueError(
             f"while_loop at {ctx.program.line} is differentiated in reverse, for which every "
-            "iteration would have to be kept, and their number is not known; wanted a loop of known "
-            "length; fix: lax.fori_loop with Python numbers for bounds, or lax.scan; or forward "
-            "mode, torch.func.jvp; or x.detach() before the loop, if nothing is to flow through it"
+            "iteration would have to be kept, and their number is not known; wanted a loop of a "
+            "known length; fix: lax.fori_loop with Python numbers for bounds, or lax.scan; or "
+            "forward mode, torch.func.jvp; or x.detach() before the loop, if nothing is to flow through it"
         )
 
     @staticmethod
