@@ -44,7 +44,12 @@ _Flat = Callable[[_Tensors], Sequence[torch.Tensor]]
 
 
 def trace_switch(
-    recorder: Recorder, index: torch.Tensor, branches: Sequence[Callable], operands: Sequence
+    recorder: Recorder,
+    index: torch.Tensor,
+    branches: Sequence[Callable],
+    operands: Sequence,
+    *,
+    name: str | None = None,
 ) -> tree.Tree:
     """``branches[index](*operands)`` as an equation of `recorder`.
 
@@ -52,6 +57,7 @@ def trace_switch(
         index: an integer or a bool, a scalar; out of range, the nearest in range.
         branches: of `operands`, to trees of tensors that are alike.
         operands: trees of tensors and static values.
+        name: of the operation; None: those of the branches.
 
     Raises:
         ValueError: results of branches differ in structure, shape or dtype, or are no tensors; or
@@ -64,21 +70,26 @@ def trace_switch(
     structures: dict[int, tree.Structure] = {}
 
     def run(position: int, values: _Tensors) -> Sequence[torch.Tensor]:
-        with unwatched(), site.entered(values) as (functions, args):
+        with site.entered(values) as (functions, args):
             out = functions()[position](*args)
         leaves, structures[position] = tree.flatten(out)
         _check_tensors(f"branch {position} of a switch", tree.paths(out), leaves)
         return leaves
 
     flat = tuple(functools.partial(run, position) for position in range(len(every)))
-    names = [getattr(branch, "__name__", "branch") for branch in every]
-    program = _SwitchProgram(flat, "/".join(dict.fromkeys(names)), structures, user_line())
+    name = name or "/".join(dict.fromkeys(map(_name_of, every)))
+    program = _SwitchProgram(flat, name, structures, user_line())
     outputs: Any = _SwitchFunction.apply(program, index, *given)
     return tree.unflatten(structures[0], list(outputs))
 
 
 def trace_while(
-    recorder: Recorder, cond_fun: Callable, body_fun: Callable, init: tree.Tree
+    recorder: Recorder,
+    cond_fun: Callable,
+    body_fun: Callable,
+    init: tree.Tree,
+    *,
+    name: str | None = None,
 ) -> tree.Tree:
     """The last carry of ``while cond_fun(carry): carry = body_fun(carry)``, as an equation.
 
@@ -86,6 +97,7 @@ def trace_while(
         cond_fun: of the carry, to a bool, a scalar.
         body_fun: of the carry, to one of the same structure, shapes and dtypes.
         init: the first carry, of tensors.
+        name: of the operation; None: the body's.
 
     Raises:
         ValueError: the carry changes its structure, a shape or a dtype, or the condition is not a
@@ -100,21 +112,26 @@ def trace_while(
     num_consts = site.first_argument
 
     def holds(values: _Tensors) -> Sequence[torch.Tensor]:
-        with unwatched(), site.entered(values) as (functions, before):
+        with site.entered(values) as (functions, before):
             out = functions()[0](before)
         _check_condition(out)
         return [out]
 
     def step(values: _Tensors) -> Sequence[torch.Tensor]:
-        with unwatched(), site.entered(values) as (functions, before):
+        with site.entered(values) as (functions, before):
             after = functions()[1](before)
         _check_carry(before, after)
         return tree.leaves(after)
 
-    name = getattr(body_fun, "__name__", "while")
-    program = _WhileProgram(holds, step, num_consts, name, user_line())
+    program = _WhileProgram(holds, step, num_consts, name or _name_of(body_fun), user_line())
     outputs: Any = _WhileFunction.apply(program, *given)
     return tree.unflatten(structure, list(outputs))
+
+
+def _name_of(function: Callable) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _refuse_keeper(what: str, fix: str) -> None:
@@ -292,7 +309,7 @@ class _SwitchProgram:
 
         def pull(function: _Flat, values: _Tensors) -> list[torch.Tensor]:
             operands = list(values[:count])
-            with in_phase("recompute"):
+            with in_phase("recompute"), unwatched():
                 outputs, pullback = pull_back(lambda x: list(function(x)), operands, moving)
             rows = dict(zip(given, values[count:], strict=True))
             cotangents = [rows.get(i) for i in range(len(outputs))]
@@ -340,14 +357,22 @@ class _SwitchProgram:
         return run, varying
 
     def _choose(self, values: _Tensors) -> list[torch.Tensor]:
-        """All branches, and of each result that of the index's own."""
-        index, operands = values[0], values[1:]
-        rows = [function(operands) for function in self.functions]
-        results = list(rows[0])
-        for position, row in enumerate(rows[1:], 1):
-            last = position == len(rows) - 1  # an index out of range means the nearest
-            chosen = index >= position if last else index == position
-            results = [torch.where(chosen, new, old) for new, old in zip(row, results, strict=True)]
+        """All branches, and of each result that of the index's own.
+
+        Operands of branches that are not chosen have no derivative, also where it is not finite.
+        """
+        index = values[0].to(torch.int64).clamp(0, len(self.functions) - 1)
+        results: list[torch.Tensor] = []
+        for position, function in enumerate(self.functions):
+            chosen = index == position
+            given = [
+                torch.where(chosen, x, x.detach()) if x.is_floating_point() else x
+                for x in values[1:]
+            ]
+            rows = function(given)
+            results = [
+                torch.where(chosen, *pair) for pair in zip(rows, results or rows, strict=True)
+            ]
         return results
 
 
@@ -536,7 +561,8 @@ class _WhileFunction(Function):
             f"while_loop at {ctx.program.line} is differentiated in reverse, for which every "
             "iteration would have to be kept, and their number is not known; wanted a loop of a "
             "known length; fix: lax.fori_loop with Python numbers for bounds, or lax.scan; or "
-            "forward mode, torch.func.jvp; or x.detach() before the loop, if nothing is to flow through it"
+            "forward mode, torch.func.jvp; or x.detach() before the loop, if nothing is to flow "
+            "through it"
         )
 
     @staticmethod
