@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
-from functron.core.closure import refuse_holders
+from functron.core.closure import hoist, refuse_holders
 from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems
 from functron.core.scopes import in_phase
@@ -66,6 +66,8 @@ def trace_switch(
     _refuse_keeper("switch", "compute all branches and choose by torch.where")
     refuse_holders("a switch cannot see into these", "operand", tuple(operands), tracked=True)
     every = tuple(branches)
+    hidden, close = hoist(lambda: every)
+    every = close(hidden)()  # backward runs them again: lists that they read may have grown by then
     site, given = CallSite.of(lambda: every, tuple(operands))
     structures: dict[int, tree.Structure] = {}
 
@@ -74,7 +76,9 @@ def trace_switch(
             out = functions()[position](*args)
         leaves, structures[position] = tree.flatten(out)
         _check_tensors(f"branch {position} of a switch", tree.paths(out), leaves)
-        return leaves
+        # each result has a cotangent of its own, also where the same tensor is returned twice
+        seen = {id(value): i for i, value in reversed(list(enumerate(leaves)))}
+        return [x if seen[id(x)] == i else x.view_as(x) for i, x in enumerate(leaves)]
 
     flat = tuple(functools.partial(run, position) for position in range(len(every)))
     name = name or "/".join(dict.fromkeys(map(_name_of, every)))

@@ -84,6 +84,19 @@ def test_a_branch_that_is_not_taken_has_no_part_in_a_derivative():
     assert_same(got, torch.tensor([0.0, 0.25]))
 
 
+def test_a_list_that_grows_later_is_what_it_was():
+    def f(x):
+        rows = [x.sin()]
+        for _ in range(2):
+            rows += switch(1, [lambda a: (a, a), lambda a: (a * rows[-1], a)], rows[-1])
+        return sum(row.square().sum() for row in rows)
+
+    y = X.sin().requires_grad_()
+    total = sum((row**2).sum() for row in (y, y * y, y, y * y, y))
+    (want,) = torch.autograd.grad(total, y)
+    assert_same(trace(ft.grad(f))(X)(X), want * X.cos())
+
+
 def test_a_mapped_index_gives_each_row_its_branch():
     def f(indices, x):
         branches = [torch.sin, lambda x: x * x, lambda x: x**3]
