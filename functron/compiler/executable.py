@@ -48,6 +48,7 @@ from functron.core.errors import Problem, nearest, raise_problems
 from functron.program import text
 from functron.program.equations import (
     Code,
+    ControlFlow,
     Equation,
     Scan,
     Var,
@@ -135,10 +136,9 @@ def digest(program: Code) -> str:
         made.update(number(value).encode())
     for equation, _ in program.block.walk():
         operands: tuple = (equation.args, dict(equation.kwargs), equation.outputs)
-        if isinstance(equation.op, Scan):
-            op = equation.op
-            operands += op.length, op.num_consts, op.num_carry, op.reverse
-            operands += op.body.inputs, op.body.outputs
+        if isinstance(equation.op, ControlFlow):
+            operands += equation.op.key
+            operands += tuple((block.inputs, block.outputs) for block in equation.op.blocks)
         made.update(numbered((equation.name, operands)).encode())
     outputs = [output.value for output in program.outputs]
     made.update(numbered(outputs).encode())
@@ -480,7 +480,9 @@ def graph_problems(program: Code) -> Iterator[Problem]:
 
 def _find_obstacle(equation: Equation) -> tuple[str, str] | None:
     """Why an equation cannot be recorded, and what to do instead."""
-    assert not isinstance(equation.op, Scan)
+    if isinstance(equation.op, ControlFlow):
+        fix = "compute both and choose by torch.where, give a loop a known length, or graph=False"
+        return "what it runs next, which the host reads", fix
     if equation.name == _RAGGED and not any(equation.args[6:]):  # the room for rows of each rank
         fix = "bound what ranks send, such as by capacity_factor, or graph=False"
         return "as many rows as there are, which the host reads", fix

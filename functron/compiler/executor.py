@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from functron.compiler.segments import Eager, Kernel, Loop, Procedure, ProcedureStep
-from functron.program.equations import Equation, Scan, Var
+from functron.compiler.segments import Choice, Eager, Kernel, Loop, Procedure, ProcedureStep
+from functron.program.equations import Equation, Scan, Switch, Var
 from functron.program.overlap import list_turns
 from functron.program.text import axis_of
 from functron.spmd.axes import raise_lost, user_line
@@ -437,6 +437,8 @@ def _make_step(step, slots: dict[Var, int], dead: tuple[int, ...], compiled, gro
         return _make_kernel(compiled[step], reads, tuple(slots[v] for v in step.results), dead)
     if isinstance(step, Eager):
         return _make_eager(step, slots, dead)
+    if isinstance(step, Choice):
+        return _make_choice(step, slots, dead, compiled, groups)
     return _make_loop(step, slots, dead, compiled, groups)
 
 
@@ -499,6 +501,40 @@ def _make_call(equation: Equation, slots: dict[Var, int]) -> Callable:
         results = out if isinstance(out, (tuple, list)) else (out,)
         for i, slot in positions:
             slots[slot] = results[i]
+
+    return run
+
+
+def _make_choice(step: Choice, slots: dict[Var, int], dead: tuple, compiled, groups) -> Callable:
+    """Runs the blocks of a switch or while loop; reading what decides waits for its device."""
+    op: Any = step.equation.op
+    runs = [make_routine(part, compiled, groups).run for part in step.parts]
+    places = tuple(slots[value] for value in step.equation.args)
+    results = [
+        (i, slots[v]) for i, v in enumerate(step.equation.outputs) if v is not None and v in slots
+    ]
+
+    def switch(given: list) -> list:
+        return runs[op.clamp(int(given.pop(0)))](given)
+
+    def loop(given: list) -> list:
+        fixed, carry = given[: op.num_consts], given[op.num_consts :]
+        given.clear()
+        while runs[0]([*fixed, *carry])[0]:
+            inputs = [*fixed, *carry]
+            del carry
+            carry = runs[1](inputs)
+        return carry
+
+    decide = switch if isinstance(op, Switch) else loop
+
+    def run(slots: Slots) -> None:
+        given = [slots[i] for i in places]
+        for i in dead:
+            slots[i] = None
+        outputs = decide(given)
+        for i, slot in results:
+            slots[slot] = outputs[i]
 
     return run
 

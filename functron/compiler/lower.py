@@ -29,6 +29,7 @@ from functron.core import compat
 from functron.program.equations import (
     Block,
     Code,
+    ControlFlow,
     Equation,
     Scan,
     Var,
@@ -290,7 +291,7 @@ def _storages_read(equations: Sequence[Equation]) -> list[int]:
 
 def _find_twin(op: Any) -> Any:
     """The operation that does in place what `op` does, and returns nothing; None: none does."""
-    if isinstance(op, Scan) or op.namespace != "functron":
+    if isinstance(op, ControlFlow) or op.namespace != "functron":
         return None
     packet = getattr(torch.ops.functron, f"{op._opname}_", None)
     return None if packet is None or packet.default._schema.returns else packet.default

@@ -2,7 +2,9 @@
 
 Equations between scans become one kernel each (one graph for the compiler), a scan becomes a loop
 over the steps of its body, and views of values that no kernel makes are taken by the executor. The
-compiler therefore sees a scanned body once, however often it runs.
+compiler therefore sees a scanned body once, however often it runs. Each branch of a switch, and the
+condition and the body of a loop that runs while it holds, are steps of their own likewise; which of
+them run next is for the executor to read, so what they read and return is whole.
 
 What scans hand to other scans is never stacked: such ys stay lists of slices. Other ys are written
 into the slices of one preallocated stack, in the kernel that computes them. Donated inputs are
@@ -33,7 +35,7 @@ from typing import Any
 
 import torch
 
-from functron.program.equations import Block, Equation, Fresh, Scan, Var
+from functron.program.equations import Block, ControlFlow, Equation, Fresh, Scan, Var, While
 from functron.program.overlap import OverlapSplit, SumRound, split_scan_body
 from functron.program.recorder import live_equations
 
@@ -145,7 +147,29 @@ class Loop:
         return (*carries, *self.columns, *self.stacks, *(value for value, _ in self.updates))
 
 
-ProcedureStep = Kernel | Eager | Loop
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """A switch, or a loop that runs while something holds: the executor reads which block is next.
+
+    Attributes:
+        parts: the branches; or the condition and the body.
+    """
+
+    equation: Equation
+    parts: tuple[Procedure, ...]
+
+    @property
+    def reads(self) -> tuple[Var, ...]:
+        """Its operands."""
+        return tuple(dict.fromkeys(self.equation.operands))
+
+    @property
+    def results(self) -> tuple[Var, ...]:
+        """The values it makes."""
+        return tuple(self.equation.results)
+
+
+ProcedureStep = Kernel | Eager | Loop | Choice
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,12 +188,12 @@ class Procedure:
     inside: Mapping[Var, Var] = field(default_factory=dict)
 
     def kernels(self) -> list[Kernel]:
-        """All kernels, those of loops' bodies included."""
+        """All kernels, those of loops' bodies and of branches included."""
         found: list[Kernel] = []
         for step in self.steps:
             if isinstance(step, Kernel):
                 found.append(step)
-            elif isinstance(step, Loop):
+            elif isinstance(step, (Loop, Choice)):
                 found += [kernel for part in step.parts for kernel in part.kernels()]
         return found
 
@@ -290,7 +314,7 @@ def costly_scalars(equations: Sequence[Equation], inputs: Sequence[Var]) -> list
     wanted: list[Equation] = []
     for equation in equations:
         op, results = equation.op, equation.results
-        if isinstance(op, Scan) or not results or any(value.shape for value in results):
+        if isinstance(op, ControlFlow) or not results or any(value.shape for value in results):
             continue
         if all(value in scalars for value in equation.operands):
             scalars.update(results)
@@ -366,6 +390,9 @@ class _Divider:
             steps += self._take_views(self.operands[first], steps)
             if isinstance(first.op, Scan):
                 steps.append(self._make_loop(first, xs_only))
+            elif isinstance(first.op, ControlFlow):
+                parts = (procedure(b, b.outputs, prefetch=self.prefetch) for b in first.op.blocks)
+                steps.append(Choice(first, tuple(parts)))
             else:
                 steps.append(Eager(first))
         steps += self._take_views(self.wanted, steps)
@@ -404,21 +431,32 @@ class _Divider:
         makers = [self.made_by.get(value) for value in self.operands[equation]]
         return all(maker not in self.group_of for maker in makers if maker is not None)
 
-    def _join_classes(self, scan: Equation) -> None:
-        """Results of a scan that may be operands of it: values that its body passes on."""
-        op = scan.op
-        if not isinstance(op, Scan):
+    def _join_classes(self, equation: Equation) -> None:
+        """Results that may be operands of an equation with blocks: values that these pass on."""
+        op = equation.op
+        if not isinstance(op, ControlFlow):
             return
-        owners = {v.storage: o for v, o in zip(op.body.inputs, scan.args, strict=True)}
-        _, carries, _ = op.divide(scan.args)
-        carried = {v.storage for v in op.divide(op.body.inputs)[1]}
-        for inner, result in zip(op.body.outputs, scan.outputs, strict=True):
-            if not isinstance(inner, Var) or result is None or inner.storage not in owners:
-                continue
-            also = carries if inner.storage in carried else ()
-            for operand in (owners[inner.storage], *also):
-                old, new = self._class(result), self._class(operand)
-                self.classes = {k: new if v == old else v for k, v in self.classes.items()}
+        carries: Sequence[Any] = ()
+        if isinstance(op, Scan):
+            carries = op.divide(equation.args)[1]
+        elif isinstance(op, While):  # which may not run at all
+            carries = equation.args[op.num_consts :]
+            for result, operand in zip(equation.outputs, carries, strict=True):
+                self._join(result, operand)
+        for block in op.blocks:
+            given = equation.args[len(equation.args) - len(block.inputs) :]
+            owners = {v.storage: o for v, o in zip(block.inputs, given, strict=True)}
+            for inner, result in zip(block.outputs, equation.outputs, strict=False):
+                if not isinstance(inner, Var) or result is None or inner.storage not in owners:
+                    continue
+                owner = owners[inner.storage]
+                for operand in (owner, *(carries if owner in carries else ())):
+                    self._join(result, operand)
+
+    def _join(self, result: Var | None, operand: Var) -> None:
+        if result is not None:
+            old, new = self._class(result), self._class(operand)
+            self.classes = {k: new if v == old else v for k, v in self.classes.items()}
 
     def _class(self, value: Var) -> int:
         return self.classes.setdefault(value.storage, value.storage)
@@ -639,7 +677,7 @@ def _sort_checks(equations: Sequence[Equation], block: Block) -> list[Equation]:
 
 def _is_eager(equation: Equation) -> bool:
     """Whether the executor runs an equation itself."""
-    return isinstance(equation.op, Scan) or not equation.outputs
+    return isinstance(equation.op, ControlFlow) or not equation.outputs
 
 
 def _make_row(stack: Var, position: int) -> Var:

@@ -37,6 +37,7 @@ from functron.core import tree
 from functron.core.errors import Problem, raise_problems
 from functron.program.equations import (
     Block,
+    ControlFlow,
     Equation,
     Fresh,
     Input,
@@ -338,7 +339,7 @@ class Levels:
 
 def _is_cheap(equation: Equation) -> bool:
     op = equation.op
-    if isinstance(op, Scan) or is_effect(equation):
+    if isinstance(op, ControlFlow) or is_effect(equation):
         return False
     return torch.Tag.pointwise in op.tags or (op.namespace == "aten" and equation.name in _CHEAP)
 

@@ -15,8 +15,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from functron.core.errors import Problem, raise_problems
-from functron.program.equations import Block, Code, Equation, Input, Output, Scan, Var
+from functron.program.equations import (
+    Block,
+    Code,
+    ControlFlow,
+    Equation,
+    Input,
+    Output,
+    Scan,
+    Switch,
+    Var,
+    While,
+)
 from functron.program.recorder import draws
+from functron.program.text import axis_of
 from functron.spmd.primitives import describe_redundant
 from functron.spmd.simulate import LOSS_FIX, share_problem, unreduced_problems
 from functron.spmd.spec import spec_axes
@@ -45,9 +57,9 @@ Variation = Mapping[str, Origin]
 
 
 def varying(program: Code) -> Mapping[Var, VaryingAxes]:
-    """The axes over which each value may differ between ranks, values inside scans included.
+    """The axes over which each value may differ between ranks, values inside blocks included.
 
-    In a scan a value varies over what it does in any of its iterations.
+    In a loop a value varies over what it does in any of its iterations.
     """
     return _Inference(program).seen
 
@@ -56,21 +68,25 @@ def check(program: Code) -> None:
     """Check which values are equal on which ranks, as `shard_map` does in simulation.
 
     Only what the program still holds is checked: tracing drops equations that nothing needs, so a
-    redundant reduction whose result is unused passes. Programs of functions that were mapped with
-    ``check=False``, and outputs without a spec, pass as well.
+    redundant reduction whose result is unused passes. Outputs without a spec pass as well, and
+    programs of functions that were mapped with ``check=False``, but for collectives that some of
+    their ranks would never reach.
 
     Raises:
         ValueError: an output varies over an axis that its spec lacks, a loss that must be
-            replicated varies, or a reduction is redundant; all offenders are listed, each with the
-            user's line and the fix.
+            replicated varies, a reduction is redundant, or a collective is over an axis over which
+            the index or condition of a switch or loop around it varies; all offenders are listed,
+            each with the user's line and the fix.
     """
-    if not program.checked:
+    if not program.checked and all(block is program.block for block in program.block.walk_blocks()):
         return
     inferred = _Inference(program)
+    found = [*inferred.divided]
+    found += [*inferred.problems, *_check_outputs(program, inferred)] if program.checked else []
     raise_problems(
         f"{program.name} is not a correct program for Mesh({program.mesh})",
         # a line that runs several times (in remat, in each iteration) is reported once
-        dict.fromkeys([*inferred.problems, *_check_outputs(program, inferred)]),
+        dict.fromkeys(found),
     )
 
 
@@ -82,12 +98,14 @@ class _Inference:
         seen: the axes of every value anywhere, over all iterations.
         makers: the equations of the outer block, by result.
         problems: reductions and losses that cannot be right.
+        divided: collectives that some of their ranks would never reach.
     """
 
     def __init__(self, program: Code):
         self.axes = [name for name, size in program.mesh.axes if size > 1]
         self.seen: dict[Var, VaryingAxes] = {}
         self.problems: list[Problem] = []
+        self.divided: list[Problem] = []
         self.values: dict[Var, Variation] = {g.var: self._infer_input(g) for g in program.inputs}
         self.makers = {v: e for e in program.block.equations for v in e.results}
         self._infer_block(program.block, self.values)
@@ -104,8 +122,8 @@ class _Inference:
     def _infer_block(self, block: Block, values: dict[Var, Variation]) -> None:
         """Add the variation of every result to `values`, which has that of the inputs."""
         for equation in block.equations:
-            if isinstance(equation.op, Scan):
-                results = self._infer_scan(equation, equation.op, values)
+            if isinstance(equation.op, ControlFlow):
+                results = self._infer_flow(equation, values)
             else:
                 self._examine(equation, values)
                 results = self._infer_results(equation, values)
@@ -117,7 +135,7 @@ class _Inference:
     def _infer_results(
         self, equation: Equation, values: Mapping[Var, Variation]
     ) -> list[Variation]:
-        """The variation of every output of an equation that is no scan."""
+        """The variation of every output of an equation that has no blocks."""
         if not equation.name.startswith("_foreach_"):
             return [self._infer_result(equation, values)] * len(equation.outputs)
         # a list operation is as many operations: output i is computed from element i of each list
@@ -132,7 +150,7 @@ class _Inference:
         ]
 
     def _infer_result(self, equation: Equation, values: Mapping[Var, Variation]) -> Variation:
-        assert not isinstance(equation.op, Scan)
+        assert not isinstance(equation.op, ControlFlow)
         own, name, line = equation.op.namespace == "functron", equation.name, equation.where.line
         # a barrier's other operand says when it runs, not what it gives
         operands = equation.operands[: 1 if own and name == "barrier" else None]
@@ -151,6 +169,51 @@ class _Inference:
         elif draws(equation.op, equation.args, equation.kwargs):
             result = {axis: Origin(f"random numbers of {name}", line) for axis in self.axes}
         return result
+
+    def _infer_flow(self, equation: Equation, values: Mapping[Var, Variation]) -> list[Variation]:
+        """The variation of every output of an equation that runs blocks."""
+        if isinstance(equation.op, Scan):
+            return self._infer_scan(equation, equation.op, values)
+        given = [values[value] for value in equation.operands]
+        if isinstance(equation.op, Switch):
+            self._examine_blocks(equation, equation.op.blocks, given[0])
+            rows = [self._infer_outputs(block, given[1:]) for block in equation.op.branches]
+            chosen = [_union([given[0]], equation.where.line)] * len(equation.outputs)
+            return [*(_union(each, "") for each in zip(*rows, chosen, strict=True))]
+        assert isinstance(equation.op, While)
+        return [*self._infer_while(equation, equation.op, given)]
+
+    def _infer_outputs(self, block: Block, given: Sequence[Variation]) -> list[Variation]:
+        inner = dict(zip(block.inputs, given, strict=True))
+        self._infer_block(block, inner)
+        return [inner[v] if isinstance(v, Var) else {} for v in block.outputs]
+
+    def _infer_while(
+        self, equation: Equation, op: While, given: Sequence[Variation]
+    ) -> Sequence[Variation]:
+        """Add what the body and the condition make of the carry to it, until that adds nothing.
+
+        Ranks that stop at different iterations have different carries.
+        """
+        consts, carry = given[: op.num_consts], given[op.num_consts :]
+        while True:
+            (holds,) = self._infer_outputs(op.cond, [*consts, *carry])
+            after = self._infer_outputs(op.body, [*consts, *carry])
+            stops = _union([holds], equation.where.line)
+            before = carry
+            carry = [*(_union((*pair, stops), "") for pair in zip(carry, after, strict=True))]
+            if all(a.keys() == b.keys() for a, b in zip(carry, before, strict=True)):
+                self._examine_blocks(equation, op.blocks, holds)
+                return carry
+
+    def _examine_blocks(
+        self, equation: Equation, blocks: Sequence[Block], chosen: Variation
+    ) -> None:
+        """Find collectives that only some of their ranks would take part in."""
+        for each in (e for block in blocks for e, _ in block.walk()):
+            axis = axis_of(each)
+            if axis is not None and axis in chosen:
+                self.divided.append(_find_divided(equation, each, axis, chosen[axis]))
 
     def _infer_scan(self, equation: Equation, op: Scan, values: Mapping[Var, Variation]) -> list:
         """Run the body on types until the carry's types repeat, usually after two iterations.
@@ -246,6 +309,19 @@ def _find_unequal(equation: Equation, axis: str, origin: Origin) -> Problem:
     line = equation.where.line
     got = f"{what} varies over {axis!r}{_describe_since(origin, line)}"
     return Problem(f"{place.format(axis=axis)} {line or 'an unknown line'}", got, *rest)
+
+
+def _find_divided(around: Equation, equation: Equation, axis: str, origin: Origin) -> Problem:
+    what = "index of a switch" if isinstance(around.op, Switch) else "condition of a while loop"
+    line, outer = (each.where.line or "an unknown line" for each in (equation, around))
+    since = _describe_since(origin, around.where.line)
+    return Problem(
+        f"{equation.name} over {axis!r} at {line}",
+        f"inside a branch or loop at {outer}, and the {what} varies over {axis!r}{since}: ranks "
+        "would wait for others that never come",
+        f"collectives over axes on which the {what} is the same",
+        f"make it the same, as by lax.pmax(..., {axis!r}), or communicate outside",
+    )
 
 
 def _find_redundant(equation: Equation) -> Problem:

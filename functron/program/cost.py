@@ -17,7 +17,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import prod
@@ -35,7 +35,7 @@ from torch.utils.flop_counter import (
 
 from functron.core.scopes import Phase
 from functron.core.tables import align_columns, bytes_text, count_text, html_table
-from functron.program.equations import Code, Equation, Scan, Var
+from functron.program.equations import Block, Code, ControlFlow, Equation, Switch, Var, While
 from functron.program.text import axis_of, dtype_text, payload_bytes, short_line
 
 _aten = torch.ops.aten
@@ -129,6 +129,7 @@ class Cost:
         collectives: by axis, operation and phase.
         flops_by_dtype: the hardware FLOPs of operations on each dtype, of an operation with several
             the first operand's, most first.
+        once: loops that run while something holds and count as one iteration.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Cost:
     flops_by_op: Mapping[str, int]
     collectives: tuple[Traffic, ...]
     flops_by_dtype: Mapping[torch.dtype, int]
+    once: tuple[str, ...] = ()
 
     @property
     def arithmetic_intensity(self) -> float:
@@ -184,7 +186,11 @@ class Cost:
         lines = [f"cost of {self.name}, per rank", *(f"  {x}" for x in align_columns(self.rows()))]
         if self.collectives:
             lines += ["", *(f"  {x}" for x in align_columns(self.collective_rows()))]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._notes()])
+
+    def _notes(self) -> list[str]:
+        known = "counted as one iteration; see Program.assume_runs"
+        return [f"  loops {known}: {', '.join(self.once)}"] if self.once else []
 
     __repr__ = __str__
 
@@ -192,23 +198,58 @@ class Cost:
         tables = html_table(self.rows())
         if self.collectives:
             tables += html_table(self.collective_rows(), heading=True)
-        return f"<div><b>cost of {escape(self.name)}, per rank</b>{tables}</div>"
+        notes = "".join(f"<p>{escape(note.strip())}</p>" for note in self._notes())
+        return f"<div><b>cost of {escape(self.name)}, per rank</b>{tables}{notes}</div>"
+
+
+def dearest_runs(
+    op: ControlFlow, measure: Callable[[Equation], float]
+) -> Sequence[tuple[Block, float]]:
+    """Blocks of an operation that run, with how often they do.
+
+    Of a switch these are the branches by their weights, or the one of which `measure` sums up to
+    the most; of a loop, its blocks as often as `Block.walk` counts them.
+    """
+    if not isinstance(op, Switch):
+        return op.runs
+    if op.weights:
+        return list(zip(op.branches, op.weights, strict=True))
+    sums = [sum(times * measure(e) for e, times in walk_dearest(b, measure)) for b in op.branches]
+    return [(op.branches[sums.index(max(sums))], 1)]
+
+
+def walk_dearest(
+    block: Block, measure: Callable[[Equation], float]
+) -> Iterator[tuple[Equation, float]]:
+    """Every equation that has no blocks with how often it runs, as `dearest_runs` counts them.
+
+    Args:
+        measure: what an equation costs.
+    """
+    for equation in block.equations:
+        if not isinstance(equation.op, ControlFlow):
+            yield equation, 1
+            continue
+        for inner, count in dearest_runs(equation.op, measure):
+            yield from ((each, times * count) for each, times in walk_dearest(inner, measure))
 
 
 def cost(program: Code) -> Cost:
     """FLOPs, bytes and communication of one run of `program` on one rank.
 
-    Bodies of scans count once per iteration. Operations without a formula (elementwise ones,
-    reductions, look-ups) count no FLOPs, as in `torch.utils.flop_counter.FlopCounterMode`, whose
-    total on an eager run of the same function the hardware FLOPs equal.
+    Bodies of scans count once per iteration. Of a switch counts, for each number, the branch that
+    has most of it: the numbers are bounds. Where its branches have weights, or the iterations of a
+    loop that runs while something holds are known, these count (`Program.assume_runs`); else such a
+    loop counts as one iteration, and the cost says so.
+
+    Operations without a formula (elementwise ones, reductions, look-ups) count no FLOPs, as in
+    `torch.utils.flop_counter.FlopCounterMode`, whose total on an eager run of the same function the
+    hardware FLOPs equal.
     """
-    total: Counter[str] = Counter()
-    by_dtype: Counter[torch.dtype] = Counter()
+    total: Any = Counter()  # with parts of runs where branches have weights
+    by_dtype: Any = Counter()
     model = whole = 0
-    accessed = 0
-    for equation, times in program.block.walk():
-        if isinstance(equation.op, Scan) or equation.aliases:
-            continue
+    for equation, times in walk_dearest(program.block, equation_flops):
         found = equation_flops(equation)
         if found:
             total[equation.name] += found * times
@@ -216,31 +257,45 @@ def cost(program: Code) -> Cost:
             if equation.where.phase != "recompute":
                 half, needed = _model_flops(equation, found)
                 model, whole = model + half * times, whole + needed * times
-        accessed += equation_bytes(equation) * times
-    traffic: dict[tuple[str, str, Phase], tuple[int, int]] = {}
-    for (axis, op, phase, payload), (places, _) in _group_by_payload(program).items():
+    accessed = sum(moved_bytes(e) * times for e, times in walk_dearest(program.block, moved_bytes))
+    traffic: dict[tuple[str, str, Phase], tuple[float, float]] = {}
+    for (axis, op, phase, payload), (_, times, _) in _group_by_payload(program).items():
         count, before = traffic.get((axis, op, phase), (0, 0))
-        traffic[axis, op, phase] = count + len(places), before + payload * len(places)
+        traffic[axis, op, phase] = count + times, before + payload * times
     return Cost(
         program.name,
-        model,
-        whole,
-        sum(total.values()),
-        accessed,
-        MappingProxyType(dict(total.most_common())),
+        round(model),
+        round(whole),
+        round(sum(total.values())),
+        round(accessed),
+        MappingProxyType({name: round(count) for name, count in total.most_common()}),
         tuple(
             Traffic(
                 axis,
                 op,
                 phase,
-                count,
-                payload,
+                round(count),
+                round(payload),
                 round(payload * _sent_share(op, program.mesh.shape[axis])),
             )
             for (axis, op, phase), (count, payload) in sorted(traffic.items())
         ),
-        MappingProxyType(dict(by_dtype.most_common())),
+        MappingProxyType({dtype: round(count) for dtype, count in by_dtype.most_common()}),
+        tuple(dict.fromkeys(_describe_loops(program))),
     )
+
+
+def moved_bytes(equation: Equation) -> int:
+    """The bytes that one run of an equation reads and writes; a view none."""
+    return 0 if equation.aliases else equation_bytes(equation)
+
+
+def _describe_loops(program: Code) -> Iterator[str]:
+    """Loops of which it is not known how often they run."""
+    for equation, _ in program.block.walk():
+        if isinstance(equation.op, While) and equation.op.trip_count is None:
+            place = short_line(equation.where.line)
+            yield f"{equation.op.name}{f' at {place}' if place else ''}"
 
 
 def collectives_diff(a: Code, b: Code) -> str:
@@ -252,19 +307,19 @@ def collectives_diff(a: Code, b: Code) -> str:
     """
     ours, theirs = _group_by_payload(a), _group_by_payload(b)
     head = ["axis", "collective", "phase", "payload of each", "this", "other", "sent", "where"]
-    rows, none = [head], ([], 0.0)
+    rows, none = [head], ([], 0, 0.0)
     for key in sorted(ours.keys() | theirs.keys()):
-        (mine, sent), (other, more) = ours.get(key, none), theirs.get(key, none)
-        if len(mine) != len(other):
+        (mine, count, sent), (other, others, more) = ours.get(key, none), theirs.get(key, none)
+        if count != others:
             axis, op, phase, payload = key
-            wheres = dict.fromkeys(mine if len(mine) > len(other) else other)
+            wheres = dict.fromkeys(mine if count > others else other)
             shown = [*wheres][:3] + ["..."] * (len(wheres) > 3)
-            counts = [str(len(mine)), str(len(other))]
+            counts = [f"{count:.10g}", f"{others:.10g}"]
             cells = [axis, op, phase, bytes_text(payload), *counts, _signed_bytes(more - sent)]
             rows.append([*cells, ", ".join(shown)])
     if len(rows) == 1:
         return ""
-    sums = [round(sum(sent for _, sent in side.values())) for side in (ours, theirs)]
+    sums = [round(sum(sent for _, _, sent in side.values())) for side in (ours, theirs)]
     rows.append(
         ["in all", "", "", "", *map(bytes_text, sums), _signed_bytes(sums[1] - sums[0]), ""]
     )
@@ -272,19 +327,28 @@ def collectives_diff(a: Code, b: Code) -> str:
     return "\n".join([title, *(f"  {line}" for line in align_columns(rows))])
 
 
-def _group_by_payload(program: Code) -> dict[tuple[str, str, Phase, int], tuple[list[str], float]]:
-    """By axis, operation, phase and payload where each run is, and the bytes that all send."""
-    found: dict[tuple[str, str, Phase, int], tuple[list[str], float]] = {}
-    for equation, times in program.block.walk():
-        axis = axis_of(equation)
+def _group_by_payload(
+    program: Code,
+) -> dict[tuple[str, str, Phase, int], tuple[list[str], float, float]]:
+    """By axis, operation, phase and payload where they are, how many run, and what all send."""
+    found: dict[tuple[str, str, Phase, int], tuple[list[str], float, float]] = {}
+    used = dict.fromkeys(axis_of(equation) for equation, _ in program.block.walk())
+    for axis in used:
         if axis is None:
             continue
-        where, payload = equation.where, payload_bytes(equation)
-        key = axis, equation.name, where.phase, payload
-        places, sent = found.get(key, ([], 0.0))
-        place = "/".join(where.scopes) or short_line(where.line)
-        sent += times * payload * _sent_share(equation.name, program.mesh.shape[axis])
-        found[key] = [*places, *[place] * times], sent
+
+        def sent_over(equation: Equation, axis: str = axis) -> float:
+            return sent_bytes(equation) if axis_of(equation) == axis else 0
+
+        for equation, times in walk_dearest(program.block, sent_over):
+            if axis_of(equation) != axis:
+                continue
+            where, payload = equation.where, payload_bytes(equation)
+            key = axis, equation.name, where.phase, payload
+            places, count, sent = found.get(key, ([], 0, 0.0))
+            place = "/".join(where.scopes) or short_line(where.line)
+            sent += times * payload * _sent_share(equation.name, program.mesh.shape[axis])
+            found[key] = [*places, place], count + times, sent
     return found
 
 
@@ -293,8 +357,8 @@ def _signed_bytes(num_bytes: float) -> str:
 
 
 def equation_flops(equation: Equation) -> int:
-    """The FLOPs of one run of an equation that is no scan; 0 where there is no formula."""
-    assert not isinstance(equation.op, Scan)
+    """The FLOPs of one run of an equation that has no blocks; 0 where there is no formula."""
+    assert not isinstance(equation.op, ControlFlow)
     packet = equation.op.overloadpacket
     if packet in FLOP_FORMULAS:
         args, kwargs = pytree.tree_map_only(

@@ -1,8 +1,9 @@
 """The data of a program: values, equations, blocks, inputs and outputs; all of it immutable.
 
 A `Block` is a list of equations in the order in which they run, each an ATen operation, a
-collective of `functron.spmd.axes`, or a `Scan` over a smaller block. It is to functron what a
-jaxpr is to JAX. What the parts of a value's memory are, by strides, is here too: `ViewWindow`.
+collective of `functron.spmd.axes`, or `ControlFlow` over smaller blocks: a `Scan`, `Switch` or
+`While`. It is to functron what a jaxpr is to JAX. What the parts of a value's memory are, by
+strides, is here too: `ViewWindow`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -140,12 +141,22 @@ class Block:
     outputs: tuple[Any, ...]
 
     def walk(self) -> Iterator[tuple[Equation, int]]:
-        """Every equation with the number of times it runs, bodies after the operation with them."""
+        """Every equation with the number of times it runs, blocks after the operation with them.
+
+        Of a switch each branch counts once, of a loop that runs while something holds its
+        `While.trip_count`, or one iteration.
+        """
         for equation in self.equations:
             yield equation, 1
-            body, length = getattr(equation.op, "body", None), getattr(equation.op, "length", 1)
-            for inner, count in () if body is None else body.walk():
-                yield inner, count * length
+            for block, times in equation.op.runs if isinstance(equation.op, ControlFlow) else ():
+                yield from ((inner, count * times) for inner, count in block.walk())
+
+    def walk_blocks(self) -> Iterator[Block]:
+        """The block itself, then those of its operations, and of theirs."""
+        yield self
+        for equation in self.equations:
+            for block in equation.op.blocks if isinstance(equation.op, ControlFlow) else ():
+                yield from block.walk_blocks()
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,12 +175,32 @@ class Scan:
         reverse: run from the last slice of xs to the first (ys keep the order of xs).
     """
 
+    kind: ClassVar[str] = "scan"
     body: Block
     length: int
     num_consts: int
     num_carry: int
     reverse: bool = False
     name: str = "scan"
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The body."""
+        return (self.body,)
+
+    @property
+    def runs(self) -> tuple[tuple[Block, int], ...]:
+        """The body, once for each slice."""
+        return ((self.body, self.length),)
+
+    def with_blocks(self, blocks: Sequence[Block]) -> Scan:
+        """The same with another body."""
+        return replace(self, body=blocks[0])
+
+    @property
+    def key(self) -> tuple:
+        """Its length, what is carried, and the direction."""
+        return self.length, self.num_consts, self.num_carry, self.reverse
 
     @property
     def first_x(self) -> int:
@@ -187,16 +218,109 @@ class Scan:
 
 
 @dataclass(frozen=True, eq=False)
+class Switch:
+    """An operation that runs one of `blocks`: ``results = blocks[index](operands)``.
+
+    Its first operand is the index, a scalar that is an integer or a bool; one out of range is the
+    nearest in range. Every block has all other operands for inputs, and results of the same shapes,
+    layouts and dtypes. Ranks may take different branches, so a branch may communicate only over
+    axes on which the index is the same.
+
+    Attributes:
+        weights: how often each branch is taken, as parts of 1, for costs; empty: not known.
+    """
+
+    kind: ClassVar[str] = "switch"
+    branches: tuple[Block, ...]
+    weights: tuple[float, ...] = ()
+    name: str = "switch"
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The branches."""
+        return self.branches
+
+    @property
+    def runs(self) -> tuple[tuple[Block, int], ...]:
+        """Every branch once."""
+        return tuple((block, 1) for block in self.branches)
+
+    def with_blocks(self, blocks: Sequence[Block]) -> Switch:
+        """The same with other branches."""
+        return replace(self, branches=tuple(blocks))
+
+    @property
+    def key(self) -> tuple:
+        """Weights."""
+        return self.weights
+
+    def clamp(self, index: int) -> int:
+        """The branch that an index means."""
+        return min(max(index, 0), len(self.branches) - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class While:
+    """An operation that runs ``carry = body(consts, carry)`` while ``cond(consts, carry)`` is true.
+
+    Its operands are the flat ``(*consts, *carry)``, which both blocks have for inputs, its results
+    the last carry. Ranks may run different numbers of iterations, so blocks may communicate only
+    over axes on which the condition is the same.
+
+    Attributes:
+        cond: to one bool, a scalar.
+        body: to the next carry, of the same shapes, layouts and dtypes.
+        num_consts: leading operands that every iteration sees.
+        trip_count: the iterations that costs count; None: not known, and counted as one.
+    """
+
+    kind: ClassVar[str] = "while"
+    cond: Block
+    body: Block
+    num_consts: int
+    trip_count: int | None = None
+    name: str = "while"
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The condition, then the body."""
+        return self.cond, self.body
+
+    @property
+    def runs(self) -> tuple[tuple[Block, int], ...]:
+        """The condition is computed once more than the body."""
+        count = 1 if self.trip_count is None else self.trip_count
+        return (self.cond, count + 1), (self.body, count)
+
+    def with_blocks(self, blocks: Sequence[Block]) -> While:
+        """The same with another condition and body."""
+        return replace(self, cond=blocks[0], body=blocks[1])
+
+    @property
+    def key(self) -> tuple:
+        """The number of constants, and of iterations."""
+        return self.num_consts, self.trip_count
+
+
+ControlFlow = Scan | Switch | While
+"""The operations that run blocks of their own; every other one is of torch or functron.
+
+All arguments of their equations are values. They have `blocks`, `runs` (each block and how often it
+runs, as far as that is known), `with_blocks`, and a `key` that tells one from others of its `kind`.
+"""
+
+
+@dataclass(frozen=True, eq=False)
 class Equation:
     """``outputs = op(*args, **kwargs)``.
 
     Attributes:
-        op: an ATen or functron operation, or a `Scan`.
+        op: an ATen or functron operation, or `ControlFlow`.
         args: as the operation's schema orders them: `Var`s, lists of them, and constants.
         outputs: the tensors it returns, flat; None where an optional one is missing.
     """
 
-    op: torch._ops.OpOverload | Scan
+    op: torch._ops.OpOverload | ControlFlow
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     outputs: tuple[Var | None, ...] = ()
@@ -232,7 +356,9 @@ class Equation:
     @property
     def name(self) -> str:
         """The operation's short name: ``mm``, ``psum``, ``scan``."""
-        return "scan" if isinstance(self.op, Scan) else self.op.name().split("::")[1].split(".")[0]
+        if isinstance(self.op, ControlFlow):
+            return self.op.kind
+        return self.op.name().split("::")[1].split(".")[0]
 
 
 def rename_values(equation: Equation, names: Mapping[Var, Var]) -> Equation:
@@ -243,12 +369,11 @@ def rename_values(equation: Equation, names: Mapping[Var, Var]) -> Equation:
 
 
 class Fresh:
-    """Makes variables with names and memory that a block, with its scans, does not use yet."""
+    """Makes variables with names and memory that a block, with those inside, does not use yet."""
 
     def __init__(self, block: Block):
         values = [*block.inputs, *(v for e, _ in block.walk() for v in e.results)]
-        bodies = (e.op.body for e, _ in block.walk() if isinstance(e.op, Scan))
-        values += [v for body in bodies for v in body.inputs]
+        values += [v for inner in block.walk_blocks() for v in inner.inputs]
         self._names = {value.name for value in values}
         self._counts: Counter[str] = Counter()
         self._storages = itertools.count(1 + max((v.storage for v in values), default=0))

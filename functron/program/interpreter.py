@@ -32,12 +32,15 @@ from functron.program import debug
 from functron.program.equations import (
     Block,
     Code,
+    ControlFlow,
     Equation,
     Input,
     Scan,
     Strided,
+    Switch,
     Var,
     Where,
+    While,
     contiguous_strides,
     read_view,
     write_view,
@@ -203,6 +206,8 @@ def _run(
                 places = _find_places(equation, last, donated)
                 operands = _take_operands(equation, values, last)
                 results = _run_scan(equation, operands, mesh, sliced, places)
+            elif isinstance(equation.op, ControlFlow):
+                results = _run_flow(equation, [values[v] for v in equation.args], mesh)
             else:
                 results = _run_equation(equation, values, mesh)
         for value in last:
@@ -399,11 +404,93 @@ class _Stack:
 
 
 def _can_record(equation: Equation, operands: Sequence[torch.Tensor]) -> bool:
-    """Whether a scan can be recorded as it is: its body holds for operands of these layouts."""
+    """Whether this can be recorded as it is: its blocks hold for operands of these layouts."""
     if compat.transforms_active() or None in equation.outputs:
         return False
     rows = zip(equation.args, operands, strict=True)
     return all(value.stride == tuple(operand.stride()) for value, operand in rows)
+
+
+# --- switches and loops that run while something holds
+
+
+def _run_flow(equation: Equation, operands: list, mesh: Mesh | None) -> Sequence[Any]:
+    """The results of the branch that the index chooses, or the last carry of a loop.
+
+    Where ranks are at different branches, or are done at different iterations, all blocks run for
+    all ranks, and each rank has the results that it chose.
+    """
+    op, recorder = equation.op, active()
+    if recorder is not None and mesh is None and _can_record(equation, operands):
+        results = [(v.shape, v.stride, v.dtype, v.device) for v in equation.results]
+        return recorder.emit(op, [recorder.var(x) for x in operands], results)
+    if isinstance(op, Switch):
+        return _run_switch(op, operands, mesh)
+    assert isinstance(op, While)
+    return _run_while(op, equation, operands, mesh)
+
+
+def _run_inner(block: Block, operands: Sequence[Any], mesh: Mesh | None) -> list:
+    return _run(block, _last_uses(block), dict(zip(block.inputs, operands, strict=True)), mesh)
+
+
+def _run_switch(op: Switch, operands: list, mesh: Mesh | None) -> Sequence[Any]:
+    index, *rest = operands
+    known = _read_numbers(index)
+    taken = range(len(op.branches)) if known is None else sorted({*map(op.clamp, known)})
+    results = _run_inner(op.branches[taken[0]], rest, mesh)
+    last = len(op.branches) - 1
+    for branch in taken[1:]:  # an index below the range means the first, one above it the last
+        others = _run_inner(op.branches[branch], rest, mesh)
+        test = torch.ge if branch == last else torch.eq
+        (chosen,) = _map_ranks(mesh, test, [index, branch], {})
+        results = _select(chosen, others, results, mesh)
+    if len(taken) == 1 and _is_mapped(known, mesh):
+        results = _select(index == index, results, results, mesh)
+    return results
+
+
+def _run_while(op: While, equation: Equation, operands: list, mesh: Mesh | None) -> Sequence[Any]:
+    consts, carry = operands[: op.num_consts], operands[op.num_consts :]
+    while True:
+        (holds,) = _run_inner(op.cond, [*consts, *carry], mesh)
+        known = _read_numbers(holds)
+        if known is None and active() is not None:
+            line = equation.where.line or "an unknown line"
+            raise ValueError(
+                f"a program that is traced again has a while loop, at {line}, under a map or in "
+                "other layouts than it was traced with, and how often it runs is not known; wanted "
+                "the function itself; fix: trace what the program was traced from, in place of it"
+            )
+        if known is not None and not any(known):
+            return carry
+        after = _run_inner(op.body, [*consts, *carry], mesh)
+        alike = known and all(known) and not _is_mapped(known, mesh)
+        carry = after if alike else _select(holds, after, carry, mesh)
+        if known is None:  # of shapes alone
+            return carry
+
+
+def _is_mapped(known: list[int] | None, mesh: Mesh | None) -> bool:
+    """Whether results must count as different on simulated ranks, though they are at one branch."""
+    return mesh is None and known is not None and len(known) > 1
+
+
+def _read_numbers(value: Any) -> list[int] | None:
+    """The numbers of a scalar on all ranks that are here; None: they are not known."""
+    if isinstance(value, RankValues):
+        return [int(each) for each in value]
+    plain = compat.plain(value)
+    if active() is not None or compat.faking() or plain.is_meta:
+        return None
+    with compat.no_transforms():
+        return [int(each) for each in plain.flatten().tolist()]
+
+
+def _select(chosen: Any, new: Sequence, old: Sequence, mesh: Mesh | None) -> list:
+    """`new` where `chosen` is true, else `old`; on each rank."""
+    rows = zip(new, old, strict=True)
+    return [_map_ranks(mesh, torch.where, [chosen, *row], {})[0] for row in rows]
 
 
 # --- collectives, and other operations of functron's own

@@ -9,6 +9,8 @@ runs equation by equation, as torch runs it eagerly:
   freed after it; views share memory;
 * what `functron.scan` keeps for backward is never stacked: each iteration's part lives from that
   iteration until the same iteration of the reverse scan is done with it;
+* of a switch, the branch counts that needs most; of a loop that runs while something holds, two
+  iterations stand for all. What such blocks read lives until they are done;
 * in backward, one step of torch's tape frees what it read when all its results are there; equations
   that follow one another and read the same cotangent are taken for one step. (That is a guess: a
   program does not say which equations are one step, nor which were written in place. Temporary
@@ -33,7 +35,17 @@ from typing import Any, Literal, get_args
 import torch
 
 from functron.core.tables import align_columns, bytes_text, html_table
-from functron.program.equations import Block, Code, Equation, Scan, Var, Where
+from functron.program.equations import (
+    Block,
+    Code,
+    ControlFlow,
+    Equation,
+    Scan,
+    Switch,
+    Var,
+    Where,
+    While,
+)
 from functron.program.text import COLLECTIVES, short_line
 
 Category = Literal["parameters", "optimizer", "gradients", "activations", "workspace", "inputs"]
@@ -163,7 +175,9 @@ def _padded_bytes(equation: Equation) -> int:
 
 def _is_elementwise(equation: Equation) -> bool:
     op = equation.op
-    return not isinstance(op, Scan) and (torch.Tag.pointwise in op.tags or op in _ELEMENTWISE)
+    return not isinstance(op, ControlFlow) and (
+        torch.Tag.pointwise in op.tags or op in _ELEMENTWISE
+    )
 
 
 def _vars(values: Iterable[Any]) -> list[Var]:
@@ -258,7 +272,7 @@ def _find_summed_gradients(equation: Equation) -> set[int]:
 
 def _is_gradient(equation: Equation, value: Var, category: Mapping[int, Category]) -> bool:
     """Whether a result is a gradient since all that it comes from are: synchronised, or summed."""
-    if isinstance(equation.op, Scan):
+    if isinstance(equation.op, ControlFlow):
         return False
     if not (_is_elementwise(equation) or equation.name in COLLECTIVES):
         return False
@@ -333,7 +347,7 @@ def _extend_to_steps(block: Block, category: Mapping[int, Category], last: dict[
         if equation.aliases:
             continue
         read = {v.storage for v in equation.operands if category[v.storage] in _COTANGENTS}
-        joins = is_backward(equation) and not isinstance(equation.op, Scan)
+        joins = is_backward(equation) and not isinstance(equation.op, ControlFlow)
         joins = joins and not accumulates(equation)
         if not (joins and shared & read):
             _close_step(block, step, last)
@@ -484,6 +498,8 @@ class Machine:
         for index, equation in enumerate(block.equations):
             if isinstance(equation.op, Scan):
                 self._scan(equation, outline, environment, index)
+            elif isinstance(equation.op, ControlFlow):
+                self._run_blocks(equation, outline, environment)
             else:
                 self._equation(equation, outline, environment, index)
             self._free(environment, outline.freed.get(index, ()))
@@ -522,6 +538,55 @@ class Machine:
         live[CATEGORIES.index("workspace")] += scratch_bytes(equation)
         moment = MemoryMoment(equation.name, equation.where, self.iteration, tuple(live))
         self.timeline.append(moment)
+
+    # --- switches and loops
+
+    def _run_blocks(self, equation: Equation, outline: Lifetimes, environment) -> None:
+        op = equation.op
+        given = [environment[var.storage] for var in equation.operands]
+        if isinstance(op, Switch):
+            tops = [self._try_block(equation, b, outline, given[1:]) for b in op.branches]
+            dearest = op.branches[tops.index(max(tops))]
+            outputs = self._run_inner(equation, dearest, outline, given[1:])
+        else:
+            assert isinstance(op, While)
+            consts, carry = given[: op.num_consts], [*map(self.share, given[op.num_consts :])]
+            for _ in range(2):
+                for value in self._run_inner(equation, op.cond, outline, [*consts, *carry]):
+                    self.drop(value)
+                outputs = self._run_inner(equation, op.body, outline, [*consts, *carry])
+                for value in carry:
+                    self.drop(value)
+                carry = outputs
+            outputs = carry
+        for var, value in zip(equation.outputs, outputs, strict=True):
+            self._bind(environment, var, value)
+
+    def _try_block(self, equation: Equation, block: Block, outline, given: list[Value]) -> int:
+        """The most bytes that are live in a block, which leaves nothing."""
+        first = len(self.timeline)
+        outputs = self._run_inner(equation, block, outline, given)
+        top = max((moment.total for moment in self.timeline[first:]), default=0)
+        top = max(top, sum(self.live))
+        for value in outputs:
+            self.drop(value)
+        del self.timeline[first:]
+        return top
+
+    def _run_inner(
+        self, equation: Equation, block: Block, outline: Lifetimes, given: Sequence[Value]
+    ) -> list[Value]:
+        """The outputs of a block of an operation, to which its operands are lent."""
+        operands = equation.args[len(equation.args) - len(block.inputs) :]
+        forced: dict[int, Category] = {
+            inner.storage: outline.category[outer.storage]
+            for inner, outer in zip(block.inputs, operands, strict=True)
+        }
+        for inner, result in zip(block.outputs, equation.outputs, strict=False):
+            if isinstance(inner, Var) and result is not None:
+                forced.setdefault(inner.storage, outline.category[result.storage])
+        inside = lifetimes(block, forced, [False] * len(block.outputs))
+        return self.block(block, inside, [*map(self.share, given)])
 
     # --- scans
 

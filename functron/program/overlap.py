@@ -45,6 +45,7 @@ from torch.utils import _pytree as pytree
 
 from functron.program.equations import (
     Block,
+    ControlFlow,
     Equation,
     Fresh,
     Scan,
@@ -259,7 +260,7 @@ def _find_early(
     gathers: list[Equation] = []
     for equation in equations:
         operands = equation.operands
-        if isinstance(equation.op, Scan) or not operands or not known.issuperset(operands):
+        if isinstance(equation.op, ControlFlow) or not operands or not known.issuperset(operands):
             continue
         if equation.op.name() == "functron::all_gather":
             if not moving.isdisjoint(operands):
@@ -305,7 +306,7 @@ _STATEMENTS = frozenset(
 def is_statement(equation: Equation) -> bool:
     """Whether an equation says something of a value, and returns it."""
     op = equation.op
-    own = not isinstance(op, Scan) and op.namespace == "functron"
+    own = not isinstance(op, ControlFlow) and op.namespace == "functron"
     return own and equation.name in _STATEMENTS
 
 
@@ -469,7 +470,7 @@ def _peel_scan(scan: Equation, op: Scan, fresh: Fresh) -> list[Equation]:
 def _act_on_rows(equation: Equation, value: Var, dim: int) -> _Link | None:
     """The work of an equation on each row of a stack along `dim`; None: it joins them."""
     name, args = equation.name, tuple[Any, ...]([None, *equation.args[1:]])
-    if isinstance(equation.op, Scan) or len(equation.results) != 1:
+    if isinstance(equation.op, ControlFlow) or len(equation.results) != 1:
         return None
     plain = name in _STATEMENTS or equation.op is _aten.clone.default
     cast = equation.op is _aten._to_copy.default and not set(equation.kwargs) - {"dtype"}

@@ -25,9 +25,11 @@ from functron.program.equations import (
     Input,
     Output,
     Scan,
+    Switch,
     TensorType,
     Var,
     Where,
+    While,
     contiguous_strides,
 )
 from functron.program.text import (
@@ -421,8 +423,11 @@ class _Parser:
         found = []
         while not re.match(end, (line := self.peek("an equation")).text):
             self.position += 1
-            is_scan = line.text.startswith("scan[")
-            found.append(self.scan(line, scope) if is_scan else self.equation(line, scope))
+            flow = re.match(r"(scan|switch|while)\[", line.text)
+            read = self.equation
+            if flow:
+                read = {"scan": self.scan, "switch": self.switch, "while": self.loop}[flow[1]]
+            found.append(read(line, scope))
         return tuple(found)
 
     def equation(self, line: TextLine, scope: _Scope) -> Equation:
@@ -508,13 +513,82 @@ class _Parser:
     def scan(self, line: TextLine, scope: _Scope) -> Equation:
         length = int(line.take(r"scan\[length=(\d{1,18})", "scan[length=N]")[1])
         reverse = bool(line.match(", reverse"))
-        line.take(r"\]", "']' after length and reverse")
-        name = line.word("the name of the scanned function")
+        name, where = self.opening_end(line, "length and reverse")
+        inner, outputs = _Scope(), []
+        kinds, inputs, args = self.operands(line, scope, inner, ["const", "carry", "x"], length)
+        equations = self.equations(inner, r"\}|(?:carry|y) ")
+        values = self.results(scope, inner, outputs, "carry|y", "}", length)
+        body = Block(inputs, equations, values)
+        scan = Scan(body, length, kinds.count("const"), kinds.count("carry"), reverse, name)
+        return Equation(scan, args, {}, tuple(outputs), where)
+
+    def switch(self, line: TextLine, scope: _Scope) -> Equation:
+        line.take(r"switch\[on=", "switch[on=%index, branches=N]")
+        index = line.value(scope.lookup(line))
+        count = int(line.take(r", branches=(\d{1,6})", "', branches=N'")[1])
+        weights = line.value(line.no_variable) if line.match(", weights=") else ()
+        name, where = self.opening_end(line, "index, branches and weights")
+        if not count or (weights and (not isinstance(weights, tuple) or len(weights) != count)):
+            line.fail("at least one branch, and as many weights", f"{count}, and {weights}")
+        branches, outputs, given = [], [], None
+        for position in range(count):
+            inner = _Scope()
+            _, inputs, args = self.operands(line, scope, inner, ["const"])
+            if given is not None and args != given:
+                line.fail("the same operands for every branch", f"others for branch {position}")
+            given = args
+            equations = self.equations(inner, r"\}|y ")
+            end = "}" if position == count - 1 else "} or {"
+            values = self.results(scope, inner, outputs, "y", end)
+            if len(values) != len(outputs):
+                line.fail(f"{len(outputs)} results of every branch", f"{len(values)} of {position}")
+            branches.append(Block(inputs, equations, values))
+        made = Switch(tuple(branches), weights, name)
+        return Equation(made, (index, *(given or ())), {}, tuple(outputs), where)
+
+    def loop(self, line: TextLine, scope: _Scope) -> Equation:
+        line.take(r"while\[", "while[trips=N]")
+        trips = line.match(r"trips=(\d{1,18})")
+        name, where = self.opening_end(line, "trips")
+        inner, outputs = _Scope(), []
+        kinds, inputs, args = self.operands(line, scope, inner, ["const", "carry"])
+        equations = self.equations(inner, "test ")
+        row = self.next("'test %name'")
+        row.take("test ", "'test %name'")
+        holds = row.value(inner.lookup(row))
+        row.end()
+        if not isinstance(holds, Var) or (holds.shape, holds.dtype) != ((), torch.bool):
+            row.fail("one bool[]", "something else")
+        cond, row = Block(inputs, equations, (holds,)), self.next("'} do {'")
+        row.take(r"\} do \{", "'} do {'")
+        row.end()
+        inner = _Scope()
+        again, inputs, others = self.operands(line, scope, inner, ["const", "carry"])
+        if (again, others) != (kinds, args):
+            line.fail("the same operands for the condition and the body", "others")
+        equations = self.equations(inner, r"\}|carry ")
+        values = self.results(scope, inner, outputs, "carry", "}")
+        if len(values) != kinds.count("carry"):
+            line.fail(f"{kinds.count('carry')} results, as many as are carried", f"{len(values)}")
+        count = int(trips[1]) if trips else None
+        made = While(cond, Block(inputs, equations, values), kinds.count("const"), count, name)
+        return Equation(made, args, {}, tuple(outputs), where)
+
+    def opening_end(self, line: TextLine, after: str) -> tuple[str, Where]:
+        """The name and the comment of what runs blocks, from ``] name {``."""
+        line.take(r"\]", f"']' after {after}")
+        name = line.word("the name of the function")
         line.take(r"\{", "'{'")
         where = line.where()
         line.end()
-        inner, kinds, inputs, args = _Scope(), [], [], []
-        while found := re.match(r"(const|carry|x) +%\w+:", self.peek("'}'").text):
+        return name, where
+
+    def operands(
+        self, line: TextLine, scope: _Scope, inner: _Scope, order: list[str], length: int = 0
+    ) -> tuple[list[str], tuple[Var, ...], tuple[Any, ...]]:
+        """The operands of a block: their kinds, its inputs, and what they are outside."""
+        kinds, inputs, args = [], [], []
+        while found := re.match(rf"({'|'.join(order)}) +%\w+:", self.peek("'}'").text):
             row = self.next("an operand")
             row.take(found[1], "an operand")
             kinds.append(found[1])
@@ -523,31 +597,45 @@ class _Parser:
             args.append(row.value(scope.lookup(row)))
             inputs.append(self.enter(row, inner, inner_name, kind))
             self.check_slice(row, inputs[-1], args[-1], length if found[1] == "x" else None)
-        equations = self.equations(inner, r"\}|(?:carry|y) ")
-        values, outputs = self.scan_results(scope, inner, length)
-        body = Block(tuple(inputs), equations, tuple(values))
-        scan = Scan(body, length, kinds.count("const"), kinds.count("carry"), reverse, name)
-        if kinds != sorted(kinds, key=["const", "carry", "x"].index):
-            line.fail("const, then carry, then x", f"operands in the order {', '.join(kinds)}")
-        return Equation(scan, tuple(args), {}, tuple(outputs), where)
+        if kinds != sorted(kinds, key=order.index):
+            line.fail(", then ".join(order), f"operands in the order {', '.join(kinds)}")
+        return kinds, tuple(inputs), tuple(args)
 
-    def scan_results(self, scope: _Scope, inner: _Scope, length: int) -> tuple[list, list]:
-        """The body's results and the variables that they become, up to the ``}``."""
-        values, outputs = [], []
-        while (row := self.next("'}'")).text != "}":
-            kind = row.take("(carry|y) ", "'carry %inner -> %outer: type', 'y ...' or '}'")[1]
+    def results(
+        self,
+        scope: _Scope,
+        inner: _Scope,
+        outputs: list,
+        kinds: str,
+        end: str,
+        length: int | None = None,
+    ) -> tuple:
+        """A block's results, up to the line `end`; the variables that they become: `outputs`.
+
+        The first block of an operation defines these variables.
+        """
+        values, known = [], {v.name: v for v in outputs if v is not None}
+        while (row := self.next(repr(end))).text != end:
+            like = f"'{kinds.split('|')[0]} %inner -> %outer: type'"
+            kind = row.take(f"({kinds}) ", f"{like} or {end!r}")[1]
             values.append(row.value(inner.lookup(row)))
             row.take("->", "'-> %outer: type'")
             declared = row.result()
             row.end()
             if declared is None:
-                outputs.append(None)
+                outputs += [None] if len(values) > len(outputs) else []
                 continue
-            whole = self.memory(span_bytes(declared[1]), declared[1].device)
-            var = scope.define(row, declared[0], self.on_memory(whole, declared[1]))
+            if declared[0] in known and len(values) <= len(outputs):
+                var = outputs[len(values) - 1]
+                if var is not known[declared[0]]:
+                    row.fail("the results in the order of the first branch", f"%{declared[0]}")
+                self.check_type(row, var, declared[1])
+            else:
+                whole = self.memory(span_bytes(declared[1]), declared[1].device)
+                var = scope.define(row, declared[0], self.on_memory(whole, declared[1]))
+                outputs.append(var)
             self.check_slice(row, values[-1], var, length if kind == "y" else None)
-            outputs.append(var)
-        return values, outputs
+        return tuple(values)
 
     def check_slice(self, line: TextLine, inner: Any, outer: Any, length: int | None) -> None:
         """Check that `outer` is as `inner`, or a stack of `length` such values."""

@@ -33,12 +33,14 @@ from functron.core import compat
 from functron.core.scopes import phase, scope_names, set_during
 from functron.program.equations import (
     Block,
+    ControlFlow,
     Equation,
-    Scan,
     Strided,
+    Switch,
     TensorType,
     Var,
     Where,
+    While,
     as_memory,
     as_value,
     canonical_strides,
@@ -324,7 +326,7 @@ class Recorder(TorchDispatchMode):
     def emit(self, op: Any, operands: Sequence[Var], results: Sequence[tuple]) -> list:
         """Append an equation; its results, as fake tensors. `results` are arguments of `empty`."""
         tensors = [self.empty(*result) for result in results]
-        name = "scan" if isinstance(op, Scan) else op.name().split("::")[1]
+        name = op.kind if isinstance(op, ControlFlow) else op.name().split("::")[1]
         outputs = tuple(self.name(tensor, name) for tensor in tensors)
         self._append(Equation(op, tuple(operands), {}, outputs, self._where()))
         return tensors
@@ -828,6 +830,8 @@ def live_equations(equations: Sequence[Equation], outputs: Sequence[Any]) -> lis
     kept = []
     for equation in reversed(equations):
         effect = not equation.outputs or equation.op in _REQUIREMENTS
+        if isinstance(equation.op, Switch | While):  # whose blocks may say or check something
+            effect = any(live_equations(block.equations, ()) for block in equation.op.blocks)
         if effect or any(value in needed for value in equation.results):
             kept.append(equation)
             needed.update(equation.operands)

@@ -19,6 +19,29 @@ After the ``#`` of an equation stand its phase, named scopes and line, with ``-`
 and for a collective the payload: the bytes that this rank passes in, or, for an all_gather, gets.
 Types are ``dtype[shape]``, then ``{strides}`` where these are not contiguous and ``@device`` where
 that is not cpu. ATen operations are written without their namespace and default overload.
+
+Operations that run blocks are several lines: what each value of a block is outside, the block's
+equations, and what its results are outside. A switch has a block per branch, a loop the one of its
+condition and that of an iteration::
+
+    switch[on=%index, branches=2] route {  # forward  -  model.py:9
+      const %a: f32[4] = %x
+      %sin: f32[4] = sin(%a)               # forward  -  model.py:7
+      y     %sin -> %switch: f32[4]
+    } or {
+      const %b: f32[4] = %x
+      y     %b -> %switch: f32[4]
+    }
+    while[trips=12] halve {                # forward  -  model.py:12
+      carry %a: f32[] = %y
+      %gt: bool[] = gt.Scalar(%a, 1)       # forward  -  model.py:11
+      test  %gt
+    } do {
+      carry %b: f32[] = %y
+      %div: f32[] = div.Tensor(%b, 2)      # forward  -  model.py:12
+      carry %div -> %while: f32[]
+    }
+
 `functron.program.parse` reads all of it.
 
 `html` is the same for notebooks, coloured and foldable.
@@ -42,13 +65,16 @@ from functron.core.tables import align_columns, pad_cells
 from functron.program.equations import (
     Block,
     Code,
+    ControlFlow,
     Equation,
     Input,
     Output,
     Scan,
+    Switch,
     TensorType,
     Var,
     Where,
+    While,
     contiguous_strides,
     span_of,
 )
@@ -162,7 +188,7 @@ def op_text(op: torch._ops.OpOverload) -> str:
 def call_text(equation: Equation) -> str:
     """``op(operands, keyword=value)`` without keywords that have their default value."""
     op = equation.op
-    assert not isinstance(op, Scan)
+    assert not isinstance(op, ControlFlow)
     defaults = {
         argument.name: argument.default_value
         for argument in op._schema.arguments
@@ -180,7 +206,11 @@ def call_text(equation: Equation) -> str:
 def axis_of(equation: Equation) -> str | None:
     """The mesh axis of a collective; None for other equations."""
     op = equation.op
-    if isinstance(op, Scan) or op.namespace != "functron" or equation.name not in COLLECTIVES:
+    if (
+        isinstance(op, ControlFlow)
+        or op.namespace != "functron"
+        or equation.name not in COLLECTIVES
+    ):
         return None
     return equation.args[1] if len(equation.args) > 1 else equation.kwargs["axis"]
 
@@ -211,7 +241,7 @@ def format(program: Code) -> str:  # noqa: A001  (read as text.format)
 
 
 def header(program: Code) -> str:
-    """The first line: name, mesh, and the number of equations, each scan body's counted once."""
+    """The first line: name, mesh, and the number of equations, those of each block once."""
     mesh = ", ".join(f"{name}={size}" for name, size in program.mesh.axes)
     count = sum(1 for _ in program.block.walk())
     unchecked = "" if program.checked else ", unchecked"
@@ -261,41 +291,61 @@ def storage_notes(var: Var, inputs: Sequence[Var]) -> list[str]:
 
 
 def block_lines(block: Block) -> list[str]:
-    """The equations of a block as aligned lines; a scan is several."""
+    """The equations of a block as aligned lines; one that runs blocks of its own is several."""
     lines = []
     openings = align_columns([equation_cells(equation) for equation in block.equations])
     for equation, opening in zip(block.equations, openings, strict=True):
         lines.append(opening)
-        if isinstance(equation.op, Scan):
-            lines += [*_indent_lines(scan_lines(equation)), "}"]
+        if isinstance(equation.op, ControlFlow):
+            for position, inner in enumerate(equation.op.blocks):
+                operands, results = flow_rows(equation, position)
+                lines += [SEPARATORS[equation.op.kind]] if position else []
+                lines += _indent_lines(align_columns(operands))
+                lines += [
+                    *_indent_lines(block_lines(inner)),
+                    *_indent_lines(align_columns(results)),
+                ]
+            lines.append("}")
     return lines
 
 
-def scan_lines(equation: Equation) -> list[str]:
-    """The lines between the braces of a scan: its operands, its body and its results."""
-    operands, results = scan_rows(equation)
-    return [*align_columns(operands), *block_lines(equation.scan.body), *align_columns(results)]
+SEPARATORS: Mapping[str, str] = {"scan": "", "switch": "} or {", "while": "} do {"}
+"""The lines between blocks, by the kind of the operation."""
 
 
-def scan_rows(equation: Equation) -> tuple[list[list[str]], list[list[str]]]:
-    """The lines ``const %inner: type = %outer`` and ``carry %inner -> %outer: type`` as cells."""
-    scan, operands = equation.scan, []
-    for index, (inner, outer) in enumerate(zip(scan.body.inputs, equation.args, strict=True)):
-        kind = "const" if index < scan.num_consts else "carry" if index < scan.first_x else "x"
-        notes = " ".join(storage_notes(inner, scan.body.inputs))
+def flow_rows(equation: Equation, position: int) -> tuple[list[list[str]], list[list[str]]]:
+    """The lines ``const %inner: type = %outer`` and ``carry %inner -> %outer: type`` as cells.
+
+    Args:
+        equation: that runs blocks.
+        position: which of them.
+    """
+    op, args = equation.op, list(equation.args)
+    if isinstance(op, Scan):
+        kinds = ["const"] * op.num_consts + ["carry"] * op.num_carry + ["x"] * len(args)
+        ends = ["carry"] * op.num_carry + ["y"] * len(equation.outputs)
+    elif isinstance(op, Switch):
+        args = args[1:]
+        kinds, ends = ["const"] * len(args), ["y"] * len(equation.outputs)
+    else:
+        assert isinstance(op, ControlFlow)
+        kinds, ends = (["const"] * op.num_consts + ["carry"] * len(args)), ["carry"] * len(args)
+    block, operands = op.blocks[position], []
+    for kind, inner, outer in zip(kinds, block.inputs, args, strict=False):
+        notes = " ".join(storage_notes(inner, block.inputs))
         operands.append([f"{kind:5} {declaration(inner)}", f"= {value_text(outer)}", notes])
-    results = []
-    for index, (inner, outer) in enumerate(zip(scan.body.outputs, equation.outputs, strict=True)):
-        kind = "carry" if index < scan.num_carry else "y"
-        results.append([f"{kind:5} {value_text(inner)}", f"-> {declaration(outer)}"])
-    return operands, results
+    if isinstance(op, While) and position == 0:
+        return operands, [[f"test  {value_text(block.outputs[0])}", ""]]
+    rows = zip(ends, block.outputs, equation.outputs, strict=False)
+    return operands, [
+        [f"{kind:5} {value_text(inner)}", f"-> {declaration(outer)}"] for kind, inner, outer in rows
+    ]
 
 
 def equation_cells(equation: Equation) -> list[str]:
-    """``%name: type``, ``= op(...)`` and the comment of an equation; of a scan, its opening."""
-    if isinstance(equation.op, Scan):
-        call = f"{scan_opening(equation.op)} {{"
-        return [call, "", *where_cells(equation.where)]
+    """``%name: type``, ``= op(...)`` and the comment of an equation; or the opening of a block."""
+    if isinstance(equation.op, ControlFlow):
+        return [f"{flow_opening(equation)} {{", "", *where_cells(equation.where)]
     results = ", ".join(map(declaration, equation.outputs))
     call = call_text(equation)
     note = f"{payload_bytes(equation)} bytes over {axis}" if (axis := axis_of(equation)) else ""
@@ -303,9 +353,18 @@ def equation_cells(equation: Equation) -> list[str]:
     return [*head, *where_cells(equation.where), note]
 
 
-def scan_opening(scan: Scan) -> str:
-    """``scan[length=8, reverse] name``."""
-    return f"scan[length={scan.length}{', reverse' if scan.reverse else ''}] {word(scan.name)}"
+def flow_opening(equation: Equation) -> str:
+    """``scan[length=8, reverse] name``, ``switch[on=%x, branches=2] name``, ``while[] name``."""
+    op = equation.op
+    assert isinstance(op, ControlFlow)
+    if isinstance(op, Scan):
+        parts = [f"length={op.length}", *(["reverse"] if op.reverse else [])]
+    elif isinstance(op, Switch):
+        parts = [f"on={value_text(equation.args[0])}", f"branches={len(op.branches)}"]
+        parts += [f"weights={value_text(op.weights)}"] if op.weights else []
+    else:
+        parts = [] if op.trip_count is None else [f"trips={op.trip_count}"]
+    return f"{op.kind}[{', '.join(parts)}] {word(op.name)}"
 
 
 def where_cells(where: Where) -> list[str]:
@@ -387,7 +446,7 @@ def _cut_lines(text: str) -> list[_Line]:
     for raw in text.splitlines():
         stripped = raw.strip()
         line = raw[: len(raw) - len(raw.lstrip())] + re.sub(" {2,}", "  ", stripped)
-        if stripped == "}" and len(blocks) > 1:
+        if stripped in _CLOSINGS and len(blocks) > 1:
             blocks.pop()
         # "const %inner: type = %outer" and "y %inner -> %outer: type" name variables of two blocks
         two = re.match(" *(const|carry|x|y) ", line)
@@ -397,12 +456,14 @@ def _cut_lines(text: str) -> list[_Line]:
             for name in _NAME.finditer(line)
         ]  # fmt: skip
         lines.append(_Line(tuple(_NAME.split(line)), tuple(names)))
-        if stripped.startswith("scan["):
+        if _OPENING.match(stripped) or stripped in _CLOSINGS - {"}"}:
             count += 1
             blocks.append(count)
     return lines
 
 
+_OPENING = re.compile(r"(?:scan|switch|while)\[")
+_CLOSINGS = {"}", "} or {", "} do {"}
 _NAME = re.compile(r"%\w+")
 _SOURCE = re.compile(r"(# (?:forward|recompute|backward) +(?:'[^']*'|\S+)) +(?:'[^']*'|\S+)")
 
@@ -467,8 +528,9 @@ _STYLE = """
 def html(program: Code) -> str:
     """A program as HTML that needs nothing but itself: no scripts, nothing from the network.
 
-    Collectives are highlighted by their axis, phases by the colour at the left edge; scans, and
-    long lists of inputs and outputs, fold. Hovering over a line shows the user's source.
+    Collectives are highlighted by their axis, phases by the colour at the left edge; scans and
+    their like, and long lists of inputs and outputs, fold. Hovering over a line shows the user's
+    source.
     """
     axes = {name: k for k, name in enumerate(program.mesh.axis_names)}
     inputs = _row_html(input_rows(program))
@@ -520,12 +582,12 @@ def _row_html(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _block_html(block: Block, axes: Mapping[str, int]) -> list[str]:
-    """The lines of a block's equations; a scan is one foldable element."""
-    simple = [equation for equation in block.equations if not isinstance(equation.op, Scan)]
+    """The lines of a block's equations; one that runs blocks is one foldable element."""
+    simple = [equation for equation in block.equations if not isinstance(equation.op, ControlFlow)]
     lines = iter(pad_cells([equation_cells(equation) for equation in simple]))
     return [
-        _scan_html(equation, axes)
-        if isinstance(equation.op, Scan)
+        _flow_html(equation, axes)
+        if isinstance(equation.op, ControlFlow)
         else _equation_html(equation, next(lines), axes)
         for equation in block.equations
     ]
@@ -547,13 +609,16 @@ def _source_text(equation: Equation) -> str:
     return escape(f"{PurePath(path).name}{colon}{rest}" if colon else path)
 
 
-def _scan_html(equation: Equation, axes: Mapping[str, int]) -> str:
-    scan = equation.scan
-    inner = [each for each, _ in scan.body.walk()]
+def _flow_html(equation: Equation, axes: Mapping[str, int]) -> str:
+    op: Any = equation.op
+    inner = [each for block in op.blocks for each, _ in block.walk()]
     found = Counter(f"{each.name} over {axis}" for each in inner if (axis := axis_of(each)))
     counts = [f"{len(inner)} equations", *(f"{count} {name}" for name, count in found.items())]
     where = "  ".join(cell.rstrip() for cell in where_cells(equation.where))
-    operands, results = scan_rows(equation)
-    lines = [*_row_html(operands), *_block_html(scan.body, axes), *_row_html(results)]
-    folded = _fold_html(f"{scan_opening(scan)}: {', '.join(counts)}  {where}", lines, True)
+    lines = []
+    for position, block in enumerate(op.blocks):
+        operands, results = flow_rows(equation, position)
+        lines += _row_html([[SEPARATORS[op.kind]]]) if position else []
+        lines += [*_row_html(operands), *_block_html(block, axes), *_row_html(results)]
+    folded = _fold_html(f"{flow_opening(equation)}: {', '.join(counts)}  {where}", lines, True)
     return f'<div class="scan {equation.where.phase}">{folded}</div>'

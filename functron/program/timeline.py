@@ -14,7 +14,9 @@ process group. Each does what it was given in the order in which it was issued
 How long the computing stream waits is **exposed** communication; of all else that is sent, it is
 hidden behind what is computed. So the total is what is computed and what is exposed.
 
-Ranks are alike, so one of them is modelled, whatever the size of the mesh. Not modelled are ranks
+Ranks are alike, so one of them is modelled, whatever the size of the mesh. Switches take the branch
+that takes longest, or each by its weight, and loops of unknown length run once, as in costs; that
+the host waits for their index and condition is not modelled. Not modelled are ranks
 that arrive late at a collective, links that several axes share, fused equations, reductions that a
 compiler merges, and the processors that communication takes from computation.
 """
@@ -23,15 +25,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from functron.core import chart
 from functron.core.tables import align_columns, html_table
-from functron.program.cost import equation_bytes, equation_flops, sent_bytes
-from functron.program.equations import Block, Code, Equation, Scan
+from functron.program.cost import dearest_runs, equation_bytes, equation_flops, sent_bytes
+from functron.program.equations import Block, Code, ControlFlow, Equation, Scan
 from functron.program.overlap import (
     arrange_block,
     list_turns,
@@ -45,7 +47,7 @@ COMPUTE = "compute"
 """The stream that computes; the others have the names of axes."""
 
 Seconds = Callable[[Equation], float]
-"""The seconds that an equation takes that is no scan: of a collective, from start to end."""
+"""The seconds that an equation takes that has no blocks: of a collective, from start to end."""
 
 Rate = float | Mapping[str, float]
 
@@ -71,7 +73,7 @@ class Rates:
     latency: Rate = 0.0
 
     def __call__(self, equation: Equation) -> float:
-        """The seconds of one run of an equation that is no scan."""
+        """The seconds of one run of an equation that has no blocks."""
         axis = axis_of(equation)
         if axis is not None:
             return _rate_over(self.latency, axis) + sent_bytes(equation) / _rate_over(
@@ -284,6 +286,9 @@ class _Planner:
             if isinstance(equation.op, Scan):
                 steps += [*self._kernel(kernel), self._scan(equation, equation.op)]
                 kernel = []
+            elif isinstance(equation.op, ControlFlow):
+                steps += [*self._kernel(kernel), *self._runs(equation.op)]
+                kernel = []
             elif equation.name == "check_ids":
                 continue  # before all kernels, and nearly free
             elif not equation.outputs:  # for its side effect, which cuts kernels
@@ -292,6 +297,17 @@ class _Planner:
             else:
                 kernel.append(equation)
         return _join([*steps, *self._kernel(kernel)])
+
+    def _runs(self, op: ControlFlow) -> list[_Step]:
+        """The blocks of an operation as often as costs count them, the dearest of a switch."""
+        steps: list[_Step] = []
+        for block, times in dearest_runs(op, self.costs):
+            whole = int(times)
+            steps += [self.block(block)] * whole
+            if part := times - whole:  # of weighted branches, each at a part of its time
+                share = replace(self, costs=lambda e, part=part: part * self.costs(e))
+                steps.append(share.block(block))
+        return steps
 
     def _kernel(self, equations: Sequence[Equation]) -> list[_Step]:
         order = order_equations(equations) if self.overlap else equations

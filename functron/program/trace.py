@@ -8,7 +8,7 @@ for small meshes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,11 +16,21 @@ import torch
 
 from functron.core import compat, tree
 from functron.core.closure import refuse_holders, refuse_orphans, refuse_tracked, refusing_tracked
-from functron.core.errors import Problem, dataclass_fix, public, raise_problems, refuse
+from functron.core.errors import Problem, dataclass_fix, nearest, public, raise_problems, refuse
 from functron.program import text
 from functron.program.check import check
 from functron.program.cost import collectives_diff, cost
-from functron.program.equations import Block, Code, Input, Output, Scan, Var, contiguous_strides
+from functron.program.equations import (
+    Block,
+    Code,
+    ControlFlow,
+    Input,
+    Output,
+    Switch,
+    Var,
+    While,
+    contiguous_strides,
+)
 from functron.program.interpreter import run_in_lockstep
 from functron.program.memory import memory
 from functron.program.recorder import Recorder, active, keeper
@@ -57,6 +67,35 @@ class Program(Code):
         return f"<{text.header(self)}>"
 
     @public
+    def assume_runs(self, runs: Mapping[str, int | Sequence[float]]) -> Program:
+        """The same program, with what its costs and timelines count of switches and while loops.
+
+        Derivatives of a switch have its name, and so the same weights.
+
+        >>> def halve(x):
+        ...     return x / 2
+        >>> f = ft.trace(lambda x: ft.lax.while_loop(lambda x: x.sum() > 1, halve, x))
+        >>> f(torch.ones(8)).assume_runs({"halve": 12}).block.equations[0].op.trip_count
+        12
+
+        Args:
+            runs: by the name of a loop, which is its body's, how many iterations run; by the name
+                of a switch, which are its branches', how often each is taken, as parts of 1.
+
+        Raises:
+            ValueError: a name that no switch or loop has, or what it cannot run; all are listed.
+        """
+        found: dict[str, list[ControlFlow]] = {}
+        for equation, _ in self.block.walk():
+            if isinstance(equation.op, Switch | While):
+                found.setdefault(equation.op.name, []).append(equation.op)
+        raise_problems(
+            f"{self.name} cannot run so",
+            [p for name in runs if (p := _find_misfit(name, runs[name], found))],
+        )
+        return replace(self, block=_assume_runs(self.block, runs))
+
+    @public
     def diff(
         self, other: Program | str, *, by: Literal["equations", "collectives"] = "equations"
     ) -> str:
@@ -79,6 +118,40 @@ class Program(Code):
             fix = "give the program whose text it is, or compare by='equations'"
             refuse("cannot compare collectives", "other", got, wanted, fix)
         return collectives_diff(self, other)
+
+
+def _find_misfit(
+    name: str, run: int | Sequence[float], found: Mapping[str, list[ControlFlow]]
+) -> Problem | None:
+    """What is wrong with a number of iterations, or with weights of branches."""
+    if name not in found:
+        wanted = "the name of a switch or a while loop"
+        return Problem("runs", repr(name), wanted, nearest(name, found))
+    for op in found[name]:
+        if isinstance(op, While):
+            if not isinstance(run, int) or run < 0:
+                return Problem(f"runs[{name!r}]", repr(run), "how many iterations run, 0 or more")
+        elif isinstance(run, int) or len(run) != len(op.blocks) or min(run) < 0:
+            wanted = f"{len(op.blocks)} weights, one for each branch"
+            return Problem(f"runs[{name!r}]", repr(run), wanted)
+        elif abs(sum(run) - 1) > 1e-6:
+            return Problem(f"runs[{name!r}]", repr(run), "parts of 1", "divide by their sum")
+    return None
+
+
+def _assume_runs(block: Block, runs: Mapping[str, int | Sequence[float]]) -> Block:
+    equations = []
+    for equation in block.equations:
+        op: Any = equation.op
+        if isinstance(op, ControlFlow):
+            op = op.with_blocks([_assume_runs(inner, runs) for inner in op.blocks])
+            run: Any = runs.get(op.name)
+            if isinstance(op, While) and run is not None:
+                op = replace(op, trip_count=run)
+            elif isinstance(op, Switch) and run is not None:
+                op = replace(op, weights=tuple(map(float, run)))
+        equations.append(replace(equation, op=op))
+    return replace(block, equations=tuple(equations))
 
 
 @public
@@ -307,7 +380,7 @@ class _Trace:
 
 def _refuse_processes(block: Block) -> None:
     for equation, _ in block.walk():
-        if not isinstance(equation.op, Scan) and equation.op.namespace == "_c10d_functional":
+        if not isinstance(equation.op, ControlFlow) and equation.op.namespace == "_c10d_functional":
             raise ValueError(
                 f"trace: at {equation.where.line} the program communicates with real processes "
                 f"({equation.op}); wanted collectives of functron.lax over the mesh it is traced "

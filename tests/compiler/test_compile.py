@@ -19,6 +19,7 @@ from functron.compiler.executable import Backend
 from functron.ops.attention import attention
 from functron.program.equations import Scan
 from functron.program.trace import trace
+from tests.transforms.flow_programs import loop, switch
 
 TABLE = torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64)
 
@@ -311,6 +312,82 @@ def test_scans_through_inductor(cache):
     check(everything, randn(2), randn(3, 2), randn(3, 2, 2), backend="inductor", cache=cache)
 
 
+# --- switches and loops: i is an index, x is [3, 2]
+
+
+def grow(c):
+    return torch.tanh(c) + 1, c[0]
+
+
+FLOWS = {
+    "branches_return_operands": lambda i, x: switch(i, [lambda x: x, lambda x: x[1:2] * x], x),
+    "branches_return_views": lambda i, x: switch(i, [lambda x: x[1], lambda x: x.t()[:2, 0]], x) * 2,
+    "branches_have_nothing": lambda i, x: switch(i, [lambda: x * 2, lambda: x.cos()]),
+    "one_branch": lambda i, x: switch(i, [torch.sin], x),
+    "results_twice": lambda i, x: switch(i, [lambda x: (x, x), lambda x: (x.sin(), x)], x),
+    "in_a_scan": lambda i, x: ft.scan(
+        lambda c, r: (switch(i, [torch.sin, torch.cos], c) * r, c), x[0], x
+    ),
+    "a_scan_inside": lambda i, x: switch(i, [lambda x: ft.scan(layer, x[0], x), lambda x: (x[1], x)], x),
+    "ys_whole_to_a_switch": lambda i, x: switch(
+        i, [torch.sin, torch.cos], ft.scan(layer, x[0], x)[1]
+    ),
+    "gradient": lambda i, x: ft.grad(
+        lambda x: switch(i, [lambda x: ft.scan(layer, x[0], x)[1], torch.sin], x).square().sum()
+    )(x),
+    "gradient_in_a_scan": lambda i, x: ft.grad(
+        lambda x: ft.scan(lambda c, r: (switch(i, [lambda c, r: c.sin(), torch.mul], c, r), c), x[0], x)[0].sum()
+    )(x),
+    "loop": lambda i, x: loop(lambda c: c[1] < i, lambda c: (c[0].sin(), c[1] + 1), (x, i * 0)),
+    "loop_swaps": lambda i, x: loop(
+        lambda c: c[2] < 3, lambda c: (c[1], c[0], c[2] + 1), (x, x * 2, i)
+    ),
+    "loop_without_an_iteration": lambda i, x: loop(lambda c: c.sum() > 1e9, torch.sin, x) + x,
+    "loop_in_a_scan": lambda i, x: ft.scan(
+        lambda c, r: (loop(lambda c: c.sum() > 1, lambda c: c / 2, c + r.abs()), c), x[0], x
+    ),
+    "loop_in_a_loop": lambda i, x: loop(
+        lambda c: c.sum() > 0.1,
+        lambda c: loop(lambda d: d.sum() > c.sum() / 2, lambda d: d * 0.7, c),
+        x.abs(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
+@pytest.mark.parametrize("name", FLOWS)
+def test_switches_and_loops(name, unroll):
+    for index in range(2):
+        check(FLOWS[name], torch.tensor(index), randn(3, 2), unroll=unroll)
+
+
+def test_switches_and_loops_through_inductor(cache):
+    chosen = ["branches_return_views", "gradient", "loop", "loop_in_a_scan"]
+
+    def everything(i, x):
+        return {name: FLOWS[name](i, x) for name in chosen}
+
+    check(everything, torch.tensor(1), randn(3, 2), backend="inductor", cache=cache)
+
+
+DONATING = {
+    "branch_returns_it": lambda i, x: (y := switch(i, [lambda x: x, torch.sin], x)) * 2 + y.mean(),
+    "loop_may_return_it": lambda i, x: (
+        loop(lambda c: c.sum() > 1e9, torch.sin, x).clone() * 3 + x,
+        loop(lambda c: c.sum() < -1e9, torch.sin, x),
+    ),
+    "taken_after": lambda i, x: (x.sum() + switch(i, [torch.sin, torch.cos], x), x * 2),
+}
+
+
+@pytest.mark.parametrize("name", DONATING)
+def test_donated_memory_is_whole_until_switches_and_loops_have_read_it(name):
+    for index in range(2):
+        i, x = torch.tensor(index), randn(3, 2)
+        executable = made(DONATING[name], i, x, donate=1)
+        assert_same(executable(i, x.clone()), DONATING[name](i, x))
+
+
 # Random programs: a pool of rows [2] and one of matrices [3, 2]; each step adds to them.
 
 VALUES = {
@@ -330,7 +407,9 @@ NUMBER = st.integers(0, 30)
 SIMPLE = st.tuples(st.sampled_from(list(VALUES)), NUMBER, NUMBER)
 STEP = st.recursive(
     SIMPLE,
-    lambda step: st.tuples(st.just("scan"), NUMBER, NUMBER, NUMBER, st.lists(step, max_size=4)),
+    lambda step: st.tuples(
+        st.sampled_from(["scan", "switch"]), NUMBER, NUMBER, NUMBER, st.lists(step, max_size=4)
+    ),
     max_leaves=6,
 )
 
@@ -344,6 +423,9 @@ def run(steps, rows, matrices):
             carry, ys = ft.scan(body_of(rows, matrices, *rest), a, m)
             rows.append(carry)
             matrices += ys
+        elif name == "switch":
+            branches = [lambda a, m: (a, m[1]), branch_of(rows, matrices, *rest)]
+            rows += switch((b.sum() > 0).to(torch.int64), branches, a, m)
         else:
             value = VALUES[name](a, b, m, i)
             (rows if value.dim() == 1 else matrices).append(value)
@@ -356,6 +438,14 @@ def body_of(rows, matrices, pick, steps):
         return found[-1], (found[pick % len(found)], found[-1])
 
     return body
+
+
+def branch_of(rows, matrices, pick, steps):
+    def branch(a, m):
+        found, _ = run(steps, [*rows[-2:], a], [*matrices[-2:], m])
+        return found[-1], found[pick % len(found)]
+
+    return branch
 
 
 @settings(max_examples=15)

@@ -20,6 +20,7 @@ from functron.program.equations import Scan
 from functron.program.trace import trace
 from functron.spmd.params import Normal
 from tests.ranks import on_the_first
+from tests.transforms.flow_programs import loop, switch
 
 pytestmark = pytest.mark.distributed
 
@@ -51,12 +52,22 @@ VALUES = {
         x[0],
         x,
     ),
-}
+    "switched": lambda x: switch(
+        lax.axis_index("dp"),
+        [lambda x: lax.psum(x, "tp").sin(), lambda x: lax.ppermute(x, "tp", [(0, 1), (1, 0)])],
+        x,
+    ),
+    "looped": lambda x: x * loop(  # for as long on all ranks
+        lambda c: c[1] < 3,
+        lambda c: (lax.psum(c[0], "tp").tanh(), c[1] + 1),
+        (x.detach(), torch.tensor(0)),
+    )[0],
+}  # fmt: skip
 ROUGH = ("pmax", "pmin", "psum_int")
 # one of each kind, for Inductor, which takes long: in --full. No collective is in what it compiles
 SOME = (
     "psum", "pmin_bool", "all_gather_tiled", "psum_scatter_inner", "all_to_all_tuple",
-    "ppermute_open", "pbroadcast", "axis_index", "scanned",
+    "ppermute_open", "pbroadcast", "axis_index", "scanned", "switched",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from functron.program.check import check, varying
 from functron.program.equations import Block, Equation, Scan, Var
 from functron.program.trace import trace
 from functron.spmd.simulate import varying_axes
+from tests.transforms.flow_programs import loop, switch
 
 MESH = Mesh(dp=2, tp=2)
 W, X = torch.ones(4, 4), torch.ones(4, 4)
@@ -144,6 +145,79 @@ def test_scans_agree_with_the_unrolled_loop(body, length, start):
     for position in range(4):
         chosen = lambda x, position=position: program(x)[position]
         assert_agreement(chosen, MESH, P(None, "dp"), P(), torch.ones(3, 4))
+
+
+# --- switches and loops
+
+
+def varying_outputs(program, in_specs, *args):
+    traced = trace(ft.shard_map(program, MESH, in_specs, P(), check=False))(*args)
+    axes = varying(traced)
+    return [set(axes[output.value]) for output in traced.outputs]
+
+
+def test_a_switch_varies_as_its_branches_and_its_index_do():
+    def program(x, y):  # x varies over dp, y over tp
+        same = torch.zeros((), dtype=torch.int64)
+        mine = lax.axis_index("tp")
+        sums = [lambda a: lax.psum(a, "dp"), lambda a: lax.psum(a, "dp") * 2]
+        branches = [lambda a, b: (a * 1, b * 1), lambda a, b: (a + lax.psum(b, "tp"), b * 2)]
+        return (
+            switch(same, sums, x), switch(mine, sums, x), *switch(same, branches, x, y),
+            switch(same, [lambda a, b: a, lambda a, b: b], x, y),
+        )  # fmt: skip
+
+    specs = P(None, "dp"), P(None, "tp")
+    found = varying_outputs(program, specs, torch.ones(3, 4), torch.ones(3, 4))
+    assert found == [set(), {"tp"}, {"dp"}, {"tp"}, {"dp", "tp"}]
+
+
+def test_a_loop_varies_as_its_fixed_point_and_its_condition_do():
+    def program(x, y):
+        a = b = c = torch.ones(3, 2)
+        # what varies moves on by one place in each iteration
+        shifted = loop(lambda s: s[3] < 2, lambda s: (s[1], s[2], x, s[3] + 1), (a, b, c, a[0, 0]))
+        until = loop(lambda s: s.sum() > y.sum(), lambda s: s * 0.5, a)
+        summed = loop(lambda s: s.sum() > 9, lambda s: lax.psum(s * x, "dp"), a)
+        return *shifted, until, summed
+
+    specs = P(None, "dp"), P(None, "tp")
+    found = varying_outputs(program, specs, torch.ones(3, 4), torch.ones(3, 4))
+    assert found == [{"dp"}, {"dp"}, {"dp"}, set(), {"tp"}, set()]
+
+
+DIVIDED = {
+    "branch": lambda x: switch(lax.axis_index("tp"), [lambda x: lax.psum(x, "tp"), torch.neg], x),
+    "inner branch": lambda x: switch(
+        (x[0, 0] > 0).to(torch.int64),
+        [lambda x: switch(0, [lambda x: lax.all_gather(x, "tp").sum(0)], x), torch.neg],
+        x,
+    ),
+    "body": lambda x: loop(lambda x: x.sum() > 1, lambda x: lax.psum(x, "tp") / 4, x),
+    "condition": lambda x: loop(lambda c: lax.pmax(c[0, 0], "tp") + c.sum() > 1, torch.neg, x),
+}
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("name", DIVIDED)
+def test_collectives_that_only_some_ranks_reach_are_refused(name, checked):
+    specs = P("dp", "tp")
+    f = ft.shard_map(DIVIDED[name], MESH, specs, specs, check=checked)
+    pattern = (
+        r"(psum|all_gather|pmax) over 'tp' at .*test_check.py:\d+.*inside a branch or loop at "
+        r".*flow_programs.py.*varies over 'tp'; it varies since .*ranks would wait.*fix: make it"
+    )
+    with pytest.raises(ValueError, match=pattern):
+        trace(f)(torch.ones(4, 4)).check()
+
+
+def test_collectives_over_other_axes_pass():
+    def program(x):
+        index = lax.axis_index("dp")
+        left = switch(index, [lambda x: lax.psum(x, "tp"), lambda x: lax.psum(-x, "tp")], x)
+        return loop(lambda c: c.sum() > 1, lambda c: lax.psum(c * x, "tp") / 4, left)
+
+    trace(ft.shard_map(program, MESH, P("dp", "tp"), P("dp")))(torch.ones(4, 4)).check()
 
 
 def assert_same_variation(program, mesh, in_specs, *args):

@@ -15,9 +15,11 @@ from functron.program.cost import (
     peak_flops,
     peak_memory_bytes,
 )
+from functron.program.timeline import Rates
 from functron.program.trace import trace
 from functron.training.config import TrainConfig, configure, with_model
 from functron.training.setup import make_setup
+from tests.transforms.flow_programs import loop, switch
 
 BATCH, SEQ = 4, 32
 CONFIG = {
@@ -178,6 +180,75 @@ def test_scans_count_every_iteration():
     one, many = (cost(trace(f)(torch.randn(n, 8, 8), torch.randn(4, 8))) for n in (1, 7))
     assert many.hardware_flops == 7 * one.hardware_flops == 7 * 2 * 4 * 8 * 8
     assert many.bytes_accessed == 7 * one.bytes_accessed == 7 * 4 * (32 + 64 + 32 + 32 + 32)
+
+
+def halve(x):
+    return x / 2
+
+
+def routed(i, w, x):
+    return loop(lambda x: x.sum() > 1, halve, switch(i, [lambda x: x @ w @ w, torch.sin], x))
+
+
+def test_switches_count_the_dearest_branch_and_loops_one_iteration():
+    program = trace(routed)(torch.tensor(0), torch.ones(8, 8), torch.ones(4, 8))
+    found, one = cost(program), 4 * 32
+    assert found.hardware_flops == found.model_flops == 2 * 2 * 4 * 8 * 8
+    condition = 2 * (one + 4 + 4 + 1)  # a sum and a comparison, before and after the iteration
+    products = 2 * (one + 4 * 64 + one)
+    assert found.bytes_accessed == products + condition + 2 * one
+    assert found.once[0].startswith("halve at flow_programs.py:")
+    assert "counted as one iteration; see Program.assume_runs: halve at" in str(found)
+    assert "halve at" in found._repr_html_()
+
+
+def test_weights_and_iterations_that_are_given_count():
+    program = trace(routed)(torch.tensor(0), torch.ones(8, 8), torch.ones(4, 8))
+    (name,) = {e.op.name for e in program.block.equations if e.name == "switch"}
+    given = program.assume_runs({"halve": 12, name: (0.25, 0.75)})
+    found, one = given.cost(), 4 * 32
+    assert found.hardware_flops == 2 * 2 * 4 * 8 * 8 / 4
+    sums = 13 * (one + 4 + 4 + 1)
+    branches = 2 * (one + 4 * 64 + one) / 4 + 2 * one * 3 / 4
+    assert found.bytes_accessed == branches + sums + 12 * 2 * one
+    assert not found.once
+    rates = Rates(flops=1e30, memory=1.0, links=1.0)
+    assert given.timeline(rates).total == pytest.approx(found.bytes_accessed)
+    assert program.timeline(rates).total == pytest.approx(program.cost().bytes_accessed)
+    assert "weights=(0.25, 0.75)" in str(given)
+    assert given(torch.tensor(1), torch.ones(8, 8), torch.ones(4, 8)).sum() <= 1
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ({"halv": 1}, "got 'halv'; wanted the name of a switch or a while loop; fix: did you mean"),
+        ({"halve": -1}, r"runs\['halve'\]: got -1; wanted how many iterations"),
+        ({"halve": (0.5, 0.5)}, r"runs\['halve'\]: got \(0.5, 0.5\)"),
+        ({"<lambda>/sin": 2}, r"got 2; wanted 2 weights, one for each branch"),
+        ({"<lambda>/sin": (1.0,)}, r"got \(1.0,\); wanted 2 weights"),
+        ({"<lambda>/sin": (1.0, 1.0)}, r"got \(1.0, 1.0\); wanted parts of 1"),
+    ],
+)
+def test_runs_that_cannot_be_are_named(runs, message):
+    program = trace(routed)(torch.tensor(0), torch.ones(8, 8), torch.ones(4, 8))
+    with pytest.raises(ValueError, match=f"routed cannot run so\n  - .*{message}"):
+        program.assume_runs(runs)
+
+
+def test_bounds_of_communication_are_those_of_each_axis():
+    """One branch sends more over tp, the other over dp: neither number is below what is sent."""
+
+    def f(i, x):
+        branches = [
+            lambda x: lax.psum(x, "tp") + lax.psum(x[:, :1], "dp"),
+            lambda x: lax.psum(x, "dp"),
+        ]
+        return switch(i, branches, x)
+
+    mapped = ft.shard_map(f, Mesh(dp=2, tp=2), (P(), P(("dp", "tp"))), P(("dp", "tp")), check=False)
+    found = cost(trace(mapped)(torch.tensor(0), torch.ones(4, 6)))
+    assert (found.sent_bytes("tp"), found.sent_bytes("dp")) == (24, 24)
 
 
 # --- collectives

@@ -18,6 +18,7 @@ from tests.program.measured_memory import (
     measured_peak,
     predicted_and_measured,
 )
+from tests.transforms.flow_programs import loop, switch
 
 
 def totals(found) -> list[tuple[str, int]]:
@@ -44,6 +45,28 @@ def test_operands_are_live_while_results_are_made_and_views_are_free():
         "parameters": 0, "optimizer": 0, "gradients": 0, "activations": 0, "workspace": 800,
         "inputs": 400,
     }  # fmt: skip
+
+
+def test_a_switch_needs_what_its_largest_branch_needs():
+    def f(i, x):  # 100 floats and an index
+        y = switch(i, [lambda x: x.exp().sin().sum(), lambda x: x.sum()], x)
+        return y + 1
+
+    found = memory(trace(f)(torch.tensor(0), zeros(100)))
+    assert totals(found) == [("exp", 808), ("sin", 1208), ("sum", 812), ("add", 416)]
+    swapped = memory(trace(lambda i, x: f(1 - i, x))(torch.tensor(0), zeros(100)))
+    assert swapped.peak_bytes == 1208 + 8  # the other index
+
+
+def test_a_loop_needs_its_first_carry_and_two_iterations():
+    def f(x):  # 100 floats
+        return loop(lambda x: x.sum() > 1, lambda x: (x * 2).sin(), x)
+
+    found = memory(trace(f)(zeros(100)))
+    assert totals(found) == [
+        ("sum", 404), ("gt", 405), ("mul", 800), ("sin", 1200),
+        ("sum", 804), ("gt", 805), ("mul", 1200), ("sin", 1600),
+    ]  # fmt: skip
 
 
 def test_a_view_keeps_its_whole_memory():

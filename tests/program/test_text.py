@@ -13,11 +13,21 @@ import functron as ft
 import functron.compiler
 from functron import Mesh, P, gpt, lax, optim, random, tree
 from functron.core.scopes import in_phase, named_scope
-from functron.program.equations import Block, Equation, Input, Output, Scan, Var, Where
+from functron.program.equations import (
+    Block,
+    ControlFlow,
+    Equation,
+    Input,
+    Output,
+    Scan,
+    Var,
+    Where,
+)
 from functron.program.parse import parse
 from functron.program.text import diff, html
 from functron.program.text import format as text_of
 from functron.program.trace import Program, trace
+from tests.transforms.flow_programs import loop, switch
 
 aten, ops = torch.ops.aten, torch.ops.functron
 
@@ -304,7 +314,25 @@ def training_program(num_microbatches: int = 1, remat: bool = False) -> Program:
     return trace(step, donate=0)(state, {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]})
 
 
+def flow_program() -> Program:
+    """Rows that take branches, one of which has a loop, and gradients of all that."""
+
+    def row(total, x):
+        def settled(x):
+            return loop(lambda c: lax.pmax(c, "tp") > 1, lambda c: c / 2, x.detach().sum()) * x
+
+        branches = [torch.sin, settled, lambda x: lax.psum(x, "tp").cos() * total]
+        return total + switch(lax.axis_index("dp"), branches, x).sum(), None
+
+    def program(x):
+        return ft.grad(lambda x: ft.scan(row, x[0, 0], x)[0], axes=())(x)
+
+    mapped = ft.shard_map(program, Mesh(dp=2, tp=2), P(None, "dp"), P(), check=False)
+    return trace(mapped)(torch.ones(5, 4))
+
+
 PROGRAMS = {
+    "flow": flow_program,
     "mlp": mlp_program,
     "collectives": collectives_program,
     "scan": scan_program,
@@ -346,19 +374,16 @@ def assert_same(a: Program, b: Program) -> None:
         assert (times, one.name, one.where.phase) == (again, other.name, other.where.phase)
         assert one.where.scopes == other.where.scopes
         assert one.aliases == other.aliases
-        if not isinstance(one.op, Scan):
+        if isinstance(one.op, ControlFlow):
+            assert (one.op.kind, one.op.key) == (other.op.kind, other.op.key)
+        else:
             assert one.op is other.op
-    for one, other in zip(blocks(a.block), blocks(b.block), strict=True):
+    for one, other in zip(a.block.walk_blocks(), b.block.walk_blocks(), strict=True):
         assert sharing(one) == sharing(other)
 
 
 def tree_paths(structure) -> list[str]:
     return tree.paths(tree.unflatten(structure, range(structure.num_leaves)))
-
-
-def blocks(block: Block) -> list[Block]:
-    scans = [each.op for each in block.equations if isinstance(each.op, Scan)]
-    return [block, *(inner for scan in scans for inner in blocks(scan.body))]
 
 
 def test_text_round_trips(program):
@@ -371,6 +396,8 @@ def test_text_round_trips(program):
 
 def test_text_is_the_same_for_two_traces():
     assert text_of(training_program()) == text_of(training_program())
+    assert text_of(flow_program()) == text_of(flow_program())
+    assert flow_program().diff(flow_program()) == ""
 
 
 def test_text_names_no_folder(program):
@@ -383,6 +410,82 @@ def test_the_body_of_a_scan_is_written_once():
     assert text.count("scan[length=5] ") == 1
     assert text.count("scan[length=5, reverse] ") == 1
     assert sum(" tanh(" in line for line in text.splitlines()) == 1
+
+
+BRANCHES = """\
+program route on Mesh(): 7 equations, unchecked
+inputs:
+  %i: i64[]   0
+  %x: f32[4]  1
+equations:
+  switch[on=%i, branches=2, weights=(0.25, 0.75)] route {  # forward    -  -
+    const %a: f32[4] = %x
+    %sin: f32[4] = sin(%a)  # forward    -  -
+    y     %sin  -> %y: f32[4]
+    y     %a    -> %z: f32[4]
+  } or {
+    const %b: f32[4] = %x
+    %neg: f32[4] = neg(%b)  # forward    -  -
+    y     %neg  -> %y: f32[4]
+    y     %neg  -> %z: f32[4]
+  }
+  %sum: f32[]                                              = sum(%y)  # forward    -  -
+  while[trips=12] halve {                                  # forward    -  -
+    const %k: i64[]   = %i
+    carry %c: f32[]   = %sum
+    %gt: bool[] = gt.Tensor(%c, %k)  # forward    -  -
+    test  %gt
+  } do {
+    const %k: i64[]   = %i
+    carry %d: f32[]   = %sum
+    %div: f32[] = div.Tensor(%d, 2)  # forward    -  -
+    carry %div  -> %last: f32[]
+  }
+outputs:
+  %last: f32[]  last
+  %z: f32[4]    z
+"""
+
+
+def test_switches_and_loops_by_hand():
+    program = parse(BRANCHES)
+    assert " ".join(text_of(program).split()) == " ".join(BRANCHES.split())
+    x = torch.tensor([0.5, 1.0, 1.5, 2.0])
+    for index in (1, 7):
+        got = program(torch.tensor(index), x)
+        assert (got["last"], got["z"].tolist()) == (-5.0, (-x).tolist())
+    got = program(torch.tensor(0), x)  # a sum of 3.2, halved until it is not above 0
+    assert (got["last"], got["z"].tolist()) == (0.0, x.tolist())
+    changed = BRANCHES.replace("sin(%a)", "cos(%a)").replace("%sin", "%cos")
+    lines = [line.split("#")[0].strip() for line in diff(BRANCHES, changed).splitlines()]
+    assert [line for line in lines if line[0] in "+-"] == [
+        "-     %sin: f32[4] = sin(%a)",
+        "+     %sin: f32[4] = cos(%a)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("branches=2, weights=(0.25, 0.75)", "branches=3", r"line 16: got '\}'; wanted 'y %inner -> %outer: type' or '\} or \{'"),
+        ("branches=2, weights=(0.25, 0.75)", "branches=1", r"line 11: .*wanted 'y %inner"),
+        ("on=%i", "on=%j", "line 6: got %j; wanted a variable"),
+        ("(0.25, 0.75)", "(1.0,)", "line 6: .*as many weights"),
+        ("%b: f32[4] = %x", "%b: i64[] = %i", "line 6: got others for branch 1; wanted the same operands"),
+        ("y     %neg  -> %z: f32[4]", "y     %neg  -> %w: f32[4]", "line 6: got 3 of 1; wanted 2 results|line"),
+        ("y     %neg  -> %z: f32[4]\n", "", "line 6: got 1 of 1; wanted 2 results"),
+        ("y     %neg  -> %y: f32[4]", "y     %neg  -> %z: f32[4]", "line 14: got %z; wanted the results in the order"),
+        ("test  %gt", "test  %c", "line 22: got something else; wanted one bool"),
+        ("} do {", "} or {", r"line 23: .*wanted '\} do \{'"),
+        ("carry %d: f32[]   = %sum", "carry %d: f32[4]   = %y", "line 18: got others; wanted the same operands"),
+        ("    carry %div  -> %last: f32[]\n", "", "line 18: got 0; wanted 1 results"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_switches_and_loops_are_named(old, new, message):
+    text = new.join(BRANCHES.rsplit(old, 1))
+    assert text != BRANCHES
+    with pytest.raises(ValueError, match=f"cannot parse the program\n  - ({message})"):
+        parse(text)
 
 
 # --- errors

@@ -32,8 +32,8 @@ from functron.models import gpt
 from functron.models.config import GPTConfig
 from functron.models.options import DEFAULTS, ModelOptions
 from functron.pipeline.stage_backward import StageCall, trace_stage
-from functron.program.cost import equation_bytes, equation_flops
-from functron.program.equations import Block, Code, Equation, Scan, Var
+from functron.program.cost import equation_bytes, equation_flops, walk_dearest
+from functron.program.equations import Block, Code, ControlFlow, Equation, Var
 from functron.program.overlap import arrange_block
 from functron.program.text import axis_of, payload_bytes
 from functron.program.timeline import ProgramTimeline, timeline
@@ -205,9 +205,9 @@ def fuse_program(program: Code, software: Software) -> FusedProgram:
     found = {
         equation: count_work(equation)
         for equation, _ in block.walk()
-        if not isinstance(equation.op, Scan)
+        if not isinstance(equation.op, ControlFlow)
     }
-    blocks = [block, *(e.op.body for e, _ in block.walk() if isinstance(e.op, Scan))]
+    blocks = list(block.walk_blocks())
     free = set() if software.copies else {e for each in blocks for e in find_copies(each)}
     found.update(dict.fromkeys(free, EquationWork("nothing", kernels=0)))
     if software.fusion != "none":
@@ -254,9 +254,9 @@ def count_empty_flops(program: Code) -> float:
     """The FLOPs of a program on rows of experts that have no tokens."""
     total = 0.0
     for equation, times in program.block.walk():
-        if isinstance(equation.op, Scan):
-            for product, part in find_filled(equation.op.body).items():
-                total += equation_flops(product) * (1 - part) * times * equation.op.length
+        for block, count in equation.op.runs if isinstance(equation.op, ControlFlow) else ():
+            for product, part in find_filled(block).items():
+                total += equation_flops(product) * (1 - part) * times * count
     return total + sum(equation_flops(e) * (1 - x) for e, x in find_filled(program.block).items())
 
 
@@ -292,7 +292,7 @@ class HardwareRates:
     program: Code | None = None
 
     def __call__(self, equation: Equation) -> float:
-        """The seconds of an equation that is not a scan."""
+        """The seconds of an equation that has no blocks."""
         work = self._known.get(equation)
         work = count_work(equation) if work is None else work
         return work.seconds(self.hardware, self.placement)
@@ -304,7 +304,7 @@ class HardwareRates:
 
 def _is_causal(equation: Equation) -> bool:
     op = equation.op
-    assert not isinstance(op, Scan)
+    assert not isinstance(op, ControlFlow)
     names = (argument.name for argument in op._schema.arguments)
     given = dict(zip(names, equation.args, strict=False)) | dict(equation.kwargs)
     return bool(given.get("is_causal"))
@@ -370,7 +370,7 @@ def fuse_equations(
 
 
 def _is_fusible(equation: Equation) -> bool:
-    return not isinstance(equation.op, Scan) and classify_equation(equation) == "memory"
+    return not isinstance(equation.op, ControlFlow) and classify_equation(equation) == "memory"
 
 
 def _ends_kernel(equation: Equation, software: Software) -> bool:
@@ -393,7 +393,7 @@ def _begins_kernel(equation: Equation, software: Software) -> bool:
 
 
 def _is_elementwise(equation: Equation) -> bool:
-    assert not isinstance(equation.op, Scan)
+    assert not isinstance(equation.op, ControlFlow)
     return torch.Tag.pointwise in equation.op.tags or equation.name in _COPIES
 
 
@@ -457,7 +457,7 @@ def find_sums_in_products(block: Block) -> list[tuple[Equation, tuple[Equation, 
     readers = _find_readers(block, bases)
     found = []
     for product in block.equations:
-        if isinstance(product.op, Scan) or classify_equation(product) != "products":
+        if isinstance(product.op, ControlFlow) or classify_equation(product) != "products":
             continue
         chain: list[Equation] = []
         following = readers[product.results[0]]
@@ -558,9 +558,10 @@ def _sum_times(
     found, kernels = run_program(program, hardware, placement, software)
     parts: dict[str, float] = defaultdict(float)
     sent: dict[str, float] = defaultdict(float)
-    launched = 0
-    for equation, times in kernels.program.block.walk():
-        if isinstance(equation.op, Scan) or equation.name == "check_ids" or not equation.results:
+    launched = 0.0  # of weighted branches a part
+    rates = HardwareRates(hardware, placement, software, program)
+    for equation, times in walk_dearest(kernels.program.block, rates):
+        if equation.name == "check_ids" or not equation.results:
             continue
         work = kernels.work[equation]
         seconds = work.seconds(hardware, placement) * times
@@ -572,7 +573,9 @@ def _sum_times(
     parts |= {f"over {axis}": seconds for axis, seconds in found.exposed.items()}
     missed = found.total - sum(parts.values())
     assert abs(missed) <= 0.01 * found.total, "equations that the timeline has, and nothing counts"
-    return Times(found.total, MappingProxyType(dict(parts)), launched, MappingProxyType(dict(sent)))
+    return Times(
+        found.total, MappingProxyType(dict(parts)), round(launched), MappingProxyType(dict(sent))
+    )
 
 
 def run_program(
