@@ -360,6 +360,8 @@ def is_batched(value: torch.Tensor) -> bool:
 
 def read_number(value: torch.Tensor) -> bool | int | float:
     """The number in a 0-dim tensor that no vmap batches, read below all transforms."""
+    if not transforms_active():
+        return value.item()
     with no_transforms():
         return plain(value).item()
 

@@ -18,19 +18,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
 from functron.core.closure import find_tensors, hoist, refuse_holders, refuse_orphans
 from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems, refuse
-from functron.program.recorder import active
-from functron.spmd.axes import enter, scope, user_line
+from functron.program.recorder import Recorder, active
+from functron.spmd.axes import BoundAxis, SimulatedAxis, enter, scope, user_line
+from functron.spmd.primitives import Vary
 from functron.spmd.simulate import no_share, varying_axes
 from functron.transforms.capture import refusing_names
 from functron.transforms.gradient import split_tensors
@@ -314,16 +317,22 @@ def _branch(
     what: str, index: int | torch.Tensor, functions: dict[str, Callable], operands: tuple
 ) -> tree.Tree:
     refuse_holders(f"{what} cannot see into these", "operand", operands, tracked=True)
-    branches = list(functions.values())
+    labels, branches = list(functions), list(functions.values())
+
+    def choose(number: int) -> tree.Tree:
+        out = _run_branch(what, labels[number], branches[number], operands)
+        return _derive_alike(out, branches, operands)
+
     if not isinstance(index, torch.Tensor):
-        return _run_branch(what, list(functions)[index], branches[index], operands)
+        return choose(index)
     _refuse_orphans(what, branches, (index, operands))
     index, recorder = no_share(index), active()
     if compat.is_batched(index) or (recorder is None and compat.faking()):
         return _run_all(what, index, functions, operands)
     if recorder is None:
-        number = int(compat.read_number(index))
-        return _run_branch(what, list(functions)[number], branches[number], operands)
+        look = lambda: _run_all(what, index, functions, tree.map(_make_fake, operands))  # noqa: E731
+        varying = _look_ahead(look, what, branches, operands)
+        return _vary_over(choose(int(compat.read_number(index))), varying)
     tensors, rest = split_tensors(operands)
     found: dict[str, tree.Tree] = {}
 
@@ -345,6 +354,38 @@ def _run_branch(what: str, label: str, f: Callable, operands: tuple) -> tree.Tre
     return _as_tensors(what, label, out, tree.leaves(operands))
 
 
+def _derive_alike(out: tree.Tree, functions: Iterable[Callable], given: tree.Tree) -> tree.Tree:
+    """`out`, of which processes have derivatives by the same tensors, whatever each of them ran.
+
+    Otherwise a rank whose branch does without a tensor would not come to the collectives that bring
+    the others' derivatives.
+    """
+    if not any(isinstance(axis, BoundAxis) for axis in scope().axes.values()):
+        return out
+    hidden = [x for f in functions for x in hoist(f)[0]]
+    moving = [x for x in (*hidden, *tree.leaves(given)) if _is_moving(x)]
+    if not moving:
+        return out
+    # each derivative of this, of any order, depends on all of them; it is finite, and times zero
+    first = [x.flatten()[:1].sum() for x in moving]
+    parts = [(x.real if x.is_complex() else x).double() for x in first]
+    unread = torch.stack([x.nan_to_num(0.0, 0.0, 0.0).sin() for x in parts]).sum().sin()
+
+    def connect(x: torch.Tensor) -> torch.Tensor:
+        if not (x.is_floating_point() or x.is_complex()):
+            return x
+        always = torch.ones((), dtype=torch.bool, device=x.device)
+        return torch.where(always, x, unread.to(x.device, x.dtype))
+
+    return tree.map(connect, out)
+
+
+def _is_moving(x: Any) -> bool:
+    """Whether x has a derivative, by something around."""
+    moves = isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+    return moves and compat.is_tracked(x, mapped=False)
+
+
 def _run_all(
     what: str, index: torch.Tensor, functions: dict[str, Callable], operands: tuple
 ) -> tree.Tree:
@@ -364,10 +405,7 @@ def _run_all(
 
 def _derive_where(mask: torch.Tensor, x: Any) -> Any:
     """x, with a derivative only where the mask is true; others are zero whatever they came from."""
-    moves = isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
-    if not moves or not compat.is_tracked(x, mapped=False):
-        return x
-    return torch.where(mask, x, x.detach())
+    return torch.where(mask, x, x.detach()) if _is_moving(x) else x
 
 
 def _uneven(index: torch.Tensor, by: str) -> AbstractContextManager[None]:
@@ -409,11 +447,113 @@ def _words(x: torch.Tensor) -> str:
     return f"{tuple(x.shape)} {x.dtype}"
 
 
+# --- types
+
+
+class _Probe:
+    """A function of fake tensors; those of the same code and operands are equal.
+
+    Attributes:
+        run: to a tree of tensors, from which `_find_varying` learns, and which it then forgets.
+    """
+
+    def __init__(self, run: Callable[[], tree.Tree], *given: Any):
+        self.run: Any = run
+        axes = tuple((name, axis and axis.size) for name, axis in scope().axes.items())
+        self._key = _describe(given, set()), axes, tuple(scope().uneven)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Probe) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def _describe(value: Any, seen: set[int]) -> Any:
+    """A key for code, what it closes over, and the shapes, dtypes and variation of operands."""
+    if isinstance(value, torch.Tensor):
+        return *_kind(value), compat.is_batched(value), varying_axes(value)
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
+        return type(value), value
+    if id(value) in seen:
+        return None
+    seen.add(id(value))
+    kind: Any = type(value)
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        kind, parts = value.__code__, (*cells, value.__defaults__, value.__kwdefaults__)
+    elif isinstance(value, functools.partial):
+        parts = value.func, value.args, value.keywords
+    elif isinstance(value, types.MethodType):
+        parts = value.__func__, value.__self__
+    elif tree.is_leaf(value):
+        return kind, id(value)
+    else:
+        parts, structure = tree.flatten(value)
+        kind = str(structure)
+    return kind, *(_describe(part, seen) for part in parts)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _make_fake(x: Any) -> Any:
+    return torch.empty_like(x) if isinstance(x, torch.Tensor) else x
+
+
+Varying = tuple[tuple[str, ...], ...] | None
+
+
+def _look_ahead(run: Callable[[], tree.Tree], *given: Any) -> Varying:
+    """The axes over which each result varies, whatever runs, by a run on fake tensors.
+
+    It refuses what cannot be, and runs once for the same code and operands. Where nothing is
+    simulated it is for shapes alone. Where it is not to be checked, and on processes, for which
+    it has been simulated, there is nothing to learn: None.
+    """
+    axes = [axis for axis in scope().axes.values() if axis is not None]
+    unknown = [axis for axis in axes if not isinstance(axis, SimulatedAxis)]
+    if unknown or scope().stages or (axes and not scope().check):
+        return None
+    return _find_varying(_Probe(run, *given))
+
+
+def _vary_over(out: tree.Tree, varying: Varying) -> tree.Tree:
+    leaves, structure = tree.flatten(out)
+    for i, names in enumerate(varying or ()):
+        for axis in scope().axes.values():
+            if (
+                isinstance(axis, SimulatedAxis)
+                and axis.name in names
+                and not axis.varies(leaves[i])
+            ):
+                leaves[i] = Vary.call(leaves[i], axis)
+    return tree.unflatten(structure, leaves)
+
+
+@functools.lru_cache(1024)
+def _find_varying(probe: _Probe) -> Varying:
+    """The axes over which each result varies; None where it cannot be run without numbers."""
+    run = probe.run
+    del probe.run
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with compat.no_dispatch_modes(), fake, torch.no_grad():
+            return tuple(varying_axes(x) for x in tree.leaves(run()))
+    except RuntimeError:  # of a function that reads numbers, or calls itself
+        return None
+
+
 # --- loops
 
 
 def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) -> tree.Tree:
-    _refuse_orphans(what, (cond_fun, body_fun), init)
+    functions = cond_fun, body_fun
+    _refuse_orphans(what, functions, init)
 
     def holds(carry: tree.Tree) -> bool | torch.Tensor:
         return _read_predicate(what, "cond_fun", cond_fun(carry), numbers=False)
@@ -421,36 +561,63 @@ def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) ->
     def advance(carry: tree.Tree) -> tree.Tree:
         return _fit_carry(what, carry, body_fun(carry))
 
+    by = f"the predicate of lax.{what} at {user_line()}"
     with refusing_names(f"lax.{what}"):
-        if (recorder := active()) is None:
-            last = _run_loop(what, holds, advance, init)
+        if (recorder := active()) is not None:
+            last = _trace_loop(recorder, holds, advance, init)
+        elif compat.faking():
+            last = _run_fake_loop(by, holds, advance, init)
         else:
-            last = _trace_loop(what, recorder, holds, advance, init)
+            look = lambda: _run_fake_loop(by, holds, advance, tree.map(_make_fake, init))  # noqa: E731
+            varying = _look_ahead(look, what, *functions, init)
+            last = _run_loop(by, holds, advance, init, varying)
+            last = _derive_alike(last, functions, init)
     return _refuse_reverse(what, last)
 
 
-def _run_loop(what: str, holds: Callable, advance: Callable, carry: tree.Tree) -> tree.Tree:
+def _run_loop(
+    by: str, holds: Callable, advance: Callable, init: tree.Tree, varying: Varying
+) -> tree.Tree:
     going: bool | torch.Tensor = True
-    by = f"the predicate of lax.{what} at {user_line()}"
+    carry = _vary_over(init, varying)
     with contextlib.ExitStack() as inside:
         while True:
             going = _and(going, holds(carry))
             if not isinstance(going, torch.Tensor):
-                if not going:
-                    return carry
-                carry = advance(carry)
-            elif compat.is_batched(going) or compat.faking():
+                running = going
+            elif compat.is_batched(going):
                 inside.enter_context(_uneven(going, by))
-                mask, running = going, not compat.faking() and compat.read_any(going)
-                # also where nothing is left to do, so that the result varies as if there were
-                after = advance(carry) if running or compat.faking() else carry
-                carry = tree.map(lambda new, old, m=mask: torch.where(m, new, old), after, carry)
-                if not running:
-                    return carry
-            elif compat.read_number(going):
-                going, carry = True, advance(carry)
+                running = compat.read_any(going)
             else:
+                running = compat.read_number(going)
+                going = True
+            after = _vary_over(advance(carry), varying) if running else carry
+            if isinstance(going, torch.Tensor):
+                # also where nothing is left to do, so that the result varies as if there were
+                after = _advance_rows(going, after, carry)
+            carry = after
+            if not running:
                 return carry
+
+
+def _run_fake_loop(by: str, holds: Callable, advance: Callable, carry: tree.Tree) -> tree.Tree:
+    """As many steps as it takes until the carry varies over no more axes; the last is checked."""
+    before, known = None, False
+    with contextlib.ExitStack() as inside:
+        while True:
+            with enter(replace(scope(), check=scope().check and known)):
+                going = no_share(torch.as_tensor(holds(carry)))
+                with _uneven(going, by):
+                    carry = _advance_rows(going, advance(carry), carry)
+            if known:
+                return carry
+            inside.enter_context(_uneven(going, by))
+            varying = [varying_axes(x) for x in (going, *tree.leaves(carry))]
+            known, before = varying == before, varying
+
+
+def _advance_rows(going: torch.Tensor, after: tree.Tree, before: tree.Tree) -> tree.Tree:
+    return tree.map(lambda new, old: torch.where(going, new, old), after, before)
 
 
 def _and(going: bool | torch.Tensor, more: bool | torch.Tensor) -> bool | torch.Tensor:
@@ -460,8 +627,43 @@ def _and(going: bool | torch.Tensor, more: bool | torch.Tensor) -> bool | torch.
     return more if going is True else going & more
 
 
-def _trace_loop(what: str, recorder, holds, advance, init: tree.Tree) -> tree.Tree:
-    return trace_while(recorder, holds, advance, init)
+def _trace_loop(
+    recorder: Recorder, holds: Callable, advance: Callable, init: tree.Tree
+) -> tree.Tree:
+    if "vmap" not in compat.transform_names():
+        return trace_while(recorder, holds, advance, init)
+
+    def step(carry: tuple) -> tuple:
+        going, before = carry
+        after = _advance_rows(going, advance(before), before)
+        return going & holds(after), after
+
+    # the loop goes on while any row does
+    start = torch.as_tensor(holds(init)), init
+    _, last = trace_while(recorder, lambda carry: _AnyRow.apply(carry[0]), step, start)
+    return last
+
+
+class _AnyRow(Function):
+    """y = whether x is true in any row of any vmap; the same for all of them."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def jvp(ctx, *tangents) -> Any:
+        return None
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return _AnyRow.apply(x.any(in_dims[0])), None
 
 
 def _fit_carry(what: str, before: tree.Tree, after: tree.Tree) -> tree.Tree:
