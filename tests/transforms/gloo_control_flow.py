@@ -108,9 +108,13 @@ def check_refusals(bound):
         lambda x, w: lax.cond(x.sum() > 0, alone, lambda x: x, x),
         lambda x, w: lax.switch(lax.axis_index("tp"), [alone, torch.sin], x),
         lambda x, w: lax.while_loop(lambda c: c.sum() > 0, alone, x),
-        lambda x, w: lax.while_loop(lambda c: lax.psum(c, "tp").sum() + c[0] > 0, lambda c: c / 2, x),
+        lambda x, w: lax.while_loop(
+            lambda c: lax.psum(c, "tp").sum() + c[0] > 0, lambda c: c / 2, x
+        ),
     ):
-        with pytest.raises(ValueError, match=r"psum over 'tp': got a collective that ranks.*not all"):
+        with pytest.raises(
+            ValueError, match=r"psum over 'tp': got a collective that ranks.*not all"
+        ):
             ft.shard_map(program, bound, (S, P()), S)(mine, w)
 
 
