@@ -204,11 +204,18 @@ def unwatched() -> AbstractContextManager[None]:
     return set_during(watchers, ())
 
 
-def refusing_names(where: str) -> AbstractContextManager[None]:
-    """A with block, `where`, in which ValueError is raised for a value that is asked for."""
+def refusing_names(f: Callable, where: str) -> Callable:
+    """`f`, run at a place in which ValueError is raised for a value that is asked for."""
     if not (sinks := watchers.get()):
-        return contextlib.nullcontext()
-    return set_during(watchers, tuple(_NoSink(sink.watch, where) for sink in sinks))
+        return f
+    none = tuple(_NoSink(sink.watch, where) for sink in sinks)
+
+    @functools.wraps(f)
+    def refused(*args):
+        with set_during(watchers, none):
+            return f(*args)
+
+    return refused
 
 
 def watched_scope(*names: str | int) -> AbstractContextManager[None]:

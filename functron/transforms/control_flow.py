@@ -31,12 +31,11 @@ from functron.core import compat, tree
 from functron.core.closure import find_tensors, hoist, refuse_holders, refuse_orphans
 from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems, refuse
-from functron.program.recorder import Recorder, active
+from functron.program.recorder import active
 from functron.spmd.axes import BoundAxis, SimulatedAxis, enter, scope, user_line
 from functron.spmd.primitives import Vary
 from functron.spmd.simulate import no_share, varying_axes
 from functron.transforms.capture import refusing_names
-from functron.transforms.gradient import split_tensors
 from functron.transforms.scan import scan
 from functron.transforms.traced_flow import trace_switch, trace_while
 
@@ -77,8 +76,8 @@ def cond(
     """
     index = _read_predicate("cond", "pred", pred)
     chosen = index.to(torch.int64) if isinstance(index, torch.Tensor) else int(index)
-    _check_functions("cond", {"true_fun": true_fun, "false_fun": false_fun})
-    return _branch("cond", chosen, {"false_fun": false_fun, "true_fun": true_fun}, operands)
+    functions = _check_functions("cond", {"false_fun": false_fun, "true_fun": true_fun})
+    return _branch("cond", chosen, functions, operands)
 
 
 @public
@@ -99,14 +98,15 @@ def switch(
         operands: trees.
 
     Raises:
-        ValueError: as for `cond`; or there are no branches.
-        TypeError: the index is no integer, or a branch is no function.
+        ValueError: as for `cond`.
+        TypeError: the index is no integer, there are no branches, or one is no function.
     """
+    if not isinstance(branches, (list, tuple)) or not branches:
+        got = f"a {type(branches).__name__}" if branches else "none"
+        refuse("switch", "branches", got, "a list of functions, of at least one", "", TypeError)
     functions = {f"branches[{k}]": f for k, f in enumerate(branches)}
-    if not functions:
-        refuse("switch", "branches", "none", "at least one function")
     chosen = _read_index("switch", "index", index)
-    _check_functions("switch", functions)
+    functions = _check_functions("switch", functions)
     last = len(functions) - 1
     if isinstance(chosen, torch.Tensor):
         return _branch("switch", chosen.clamp(0, last), functions, operands)
@@ -136,10 +136,10 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: tree.Tree) -> t
             along which the predicate varies; or, in backward, reverse mode reaches the loop.
         TypeError: a function is none, or the predicate is not bool.
     """
-    _check_functions("while_loop", {"cond_fun": cond_fun, "body_fun": body_fun})
+    functions = _check_functions("while_loop", {"cond_fun": cond_fun, "body_fun": body_fun})
     refuse_holders("while_loop cannot see into these", "init_val", init_val, tracked=True)
     init = _as_tensors("while_loop", "init_val", init_val, ())
-    return _loop("while_loop", cond_fun, body_fun, init)
+    return _loop("while_loop", *functions.values(), init)
 
 
 @public
@@ -228,10 +228,11 @@ def map(f: Callable, xs: tree.Tree, *, batch_size: int | None = None) -> tree.Tr
     """
     _check_functions("map", {"f": f})
     leaves, structure = tree.flatten(xs)
-    if not leaves or not all(leaf.dim() and len(leaf) for leaf in leaves):
-        got = [tuple(leaf.shape) for leaf in leaves]
-        refuse("map", "xs", f"leaves of shapes {got}", "leaves with a leading dim of at least 1")
-    rows = len(leaves[0])
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
+    if len(sizes) != 1 or 0 in sizes:
+        got = f"leaves of shapes {[tuple(leaf.shape) for leaf in leaves]}"
+        refuse("map", "xs", got, "leaves with one leading dim, of at least 1")
+    rows = sizes.pop()
     if batch_size is None:
         return scan(lambda _, x: (None, _as_tensors("map", "y", f(x), leaves)), None, xs)[1]
     if batch_size < 1:
@@ -333,25 +334,20 @@ def _branch(
         look = lambda: _run_all(what, index, functions, tree.map(_make_fake, operands))  # noqa: E731
         varying = _look_ahead(look, what, branches, operands)
         return _vary_over(choose(int(compat.read_number(index))), varying)
-    tensors, rest = split_tensors(operands)
-    found: dict[str, tree.Tree] = {}
+    runs = [_name_branch(what, label, f) for label, f in functions.items()]
+    return trace_switch(recorder, index, runs, operands)
 
-    def run(label: str, *values: torch.Tensor) -> tree.Tree:
-        found[label] = _run_branch(what, label, functions[label], rest.fill(values))
-        if len(found) == len(functions):
-            _check_alike(what, found)
-        return found[label]
 
-    with refusing_names(f"a branch of lax.{what}"):
-        return trace_switch(
-            recorder, index, [functools.partial(run, k) for k in functions], tensors
-        )
+def _name_branch(what: str, label: str, f: Callable) -> Callable:
+    @functools.wraps(f)
+    def run(*operands: tree.Tree) -> tree.Tree:
+        return _run_branch(what, label, f, operands)
+
+    return run
 
 
 def _run_branch(what: str, label: str, f: Callable, operands: tuple) -> tree.Tree:
-    with refusing_names(f"a branch of lax.{what}"):
-        out = f(*operands)
-    return _as_tensors(what, label, out, tree.leaves(operands))
+    return _as_tensors(what, label, f(*operands), tree.leaves(operands))
 
 
 def _derive_alike(out: tree.Tree, functions: Iterable[Callable], given: tree.Tree) -> tree.Tree:
@@ -512,12 +508,11 @@ def _look_ahead(run: Callable[[], tree.Tree], *given: Any) -> Varying:
     """The axes over which each result varies, whatever runs, by a run on fake tensors.
 
     It refuses what cannot be, and runs once for the same code and operands. Where nothing is
-    simulated it is for shapes alone. Where it is not to be checked, and on processes, for which
-    it has been simulated, there is nothing to learn: None.
+    simulated it is for shapes alone. On processes, for which it has been simulated, there is
+    nothing to learn: None.
     """
     axes = [axis for axis in scope().axes.values() if axis is not None]
-    unknown = [axis for axis in axes if not isinstance(axis, SimulatedAxis)]
-    if unknown or scope().stages or (axes and not scope().check):
+    if scope().stages or not all(isinstance(axis, SimulatedAxis) for axis in axes):
         return None
     return _find_varying(_Probe(run, *given))
 
@@ -562,16 +557,15 @@ def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) ->
         return _fit_carry(what, carry, body_fun(carry))
 
     by = f"the predicate of lax.{what} at {user_line()}"
-    with refusing_names(f"lax.{what}"):
-        if (recorder := active()) is not None:
-            last = _trace_loop(recorder, holds, advance, init)
-        elif compat.faking():
-            last = _run_fake_loop(by, holds, advance, init)
-        else:
-            look = lambda: _run_fake_loop(by, holds, advance, tree.map(_make_fake, init))  # noqa: E731
-            varying = _look_ahead(look, what, *functions, init)
-            last = _run_loop(by, holds, advance, init, varying)
-            last = _derive_alike(last, functions, init)
+    if (recorder := active()) is not None:
+        last = trace_while(recorder, holds, advance, init)
+    elif compat.faking():
+        last = _run_fake_loop(by, holds, advance, init)
+    else:
+        look = lambda: _run_fake_loop(by, holds, advance, tree.map(_make_fake, init))  # noqa: E731
+        varying = _look_ahead(look, what, *functions, init)
+        last = _run_loop(by, holds, advance, init, varying)
+        last = _derive_alike(last, functions, init)
     return _refuse_reverse(what, last)
 
 
@@ -627,45 +621,6 @@ def _and(going: bool | torch.Tensor, more: bool | torch.Tensor) -> bool | torch.
     return more if going is True else going & more
 
 
-def _trace_loop(
-    recorder: Recorder, holds: Callable, advance: Callable, init: tree.Tree
-) -> tree.Tree:
-    if "vmap" not in compat.transform_names():
-        return trace_while(recorder, holds, advance, init)
-
-    def step(carry: tuple) -> tuple:
-        going, before = carry
-        after = _advance_rows(going, advance(before), before)
-        return going & holds(after), after
-
-    # the loop goes on while any row does
-    start = torch.as_tensor(holds(init)), init
-    _, last = trace_while(recorder, lambda carry: _AnyRow.apply(carry[0]), step, start)
-    return last
-
-
-class _AnyRow(Function):
-    """y = whether x is true in any row of any vmap; the same for all of them."""
-
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def jvp(ctx, *tangents) -> Any:
-        return None
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return _AnyRow.apply(x.any(in_dims[0])), None
-
-
 def _fit_carry(what: str, before: tree.Tree, after: tree.Tree) -> tree.Tree:
     """The carry after a step, which must be like the one before; numbers take its dtypes."""
     leaves, structure = tree.flatten(after)
@@ -691,7 +646,8 @@ def _as_like(value: Any, like: torch.Tensor) -> Any:
 
 def _refuse_reverse(what: str, carry: tree.Tree) -> tree.Tree:
     """`carry`, through which no derivative in reverse passes."""
-    if not (torch.is_grad_enabled() or compat.differentiating()):
+    by_transform = "grad" in compat.transform_names()
+    if not (by_transform or torch.is_grad_enabled()):
         return carry
     ways = {
         "while_loop": "lax.fori_loop with ints as bounds, or ft.scan, and in them torch.where for "
@@ -706,8 +662,8 @@ def _refuse_reverse(what: str, carry: tree.Tree) -> tree.Tree:
     )
 
     def mark(x: torch.Tensor) -> torch.Tensor:
-        tracked = x.is_floating_point() and compat.is_tracked(x, mapped=False)
-        out: Any = _Irreversible.apply(x, told) if tracked else x
+        reversed_ = _is_moving(x) and (by_transform or compat.requires_grad(x))
+        out: Any = _Irreversible.apply(x, told) if reversed_ else x
         return out
 
     return tree.map(mark, carry)
@@ -746,7 +702,8 @@ class _Irreversible(Function):
 # --- what is given
 
 
-def _check_functions(what: str, functions: dict[str, Any]) -> None:
+def _check_functions(what: str, functions: dict[str, Any]) -> dict[str, Callable]:
+    """The functions, in which no value has a name for `capture`."""
     raise_problems(
         what,
         [
@@ -756,6 +713,7 @@ def _check_functions(what: str, functions: dict[str, Any]) -> None:
         ],
         TypeError,
     )
+    return {name: refusing_names(f, f"{name} of lax.{what}") for name, f in functions.items()}
 
 
 def _refuse_orphans(what: str, functions: Iterable[Callable], given: tree.Tree) -> None:
