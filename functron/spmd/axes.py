@@ -322,8 +322,8 @@ class Scope:
         shares: in a simulation that is checked, a level of size 1 at which ranks' shares of
             gradients are batched, and so is what is computed from them (`functron.spmd.simulate`).
         named: collects the axes that programs name; None: not collected.
-        uneven: the axes over which no collective may run here, as not all their ranks may come:
-            each with what decides whether they do.
+        uneven: the axes of which not all ranks may come to a collective here: each with a function
+            of the collective's name and the axis', which is called before it starts.
     """
 
     axes: dict[str, Axis | None] = field(default_factory=dict)
@@ -333,7 +333,7 @@ class Scope:
     stages: StageAxis | None = None
     shares: SimulatedAxis | None = None
     named: set[str] | None = None
-    uneven: Mapping[str, str] = field(default_factory=dict)
+    uneven: Mapping[str, Callable[[str, str], object]] = field(default_factory=dict)
 
 
 _scope: contextvars.ContextVar[Scope] = contextvars.ContextVar("functron_scope", default=Scope())  # noqa: B039
@@ -431,18 +431,17 @@ def lookup(names: AxisNames) -> list[Axis]:
     return found
 
 
-def refuse_uneven(op: str, name: str) -> None:
-    """Raise ValueError for a collective over an axis of which not all ranks may come to it."""
-    if (by := _scope.get().uneven.get(name)) is not None:
-        refuse(
-            f"{op} at {user_line()}",
-            f"{op} over {name!r}",
-            f"a collective that ranks of {name!r} may not all come to: {by}, which varies over "
-            f"{name!r}. On processes those that come would wait for the others for ever",
-            f"collectives over axes along which that is the same, or none over {name!r}",
-            f"make it the same on all ranks, as lax.pmax(..., {name!r}) or lax.psum does; or take "
-            "the collective out, and choose between results with torch.where",
-        )
+def refuse_uneven(by: str, op: str, name: str) -> None:
+    """Raise ValueError for a collective that not all ranks of an axis may come to, `by` a number."""
+    refuse(
+        f"{op} at {user_line()}",
+        f"{op} over {name!r}",
+        f"a collective that ranks of {name!r} may not all come to: {by}, which varies over {name!r}. "
+        "On processes those that come would wait for the others for ever",
+        f"collectives over axes along which that is the same, or none over {name!r}",
+        f"make it the same on all ranks, as lax.pmax(..., {name!r}) or lax.psum does; or take the "
+        "collective out, and choose between results with torch.where",
+    )
 
 
 @public

@@ -7,7 +7,8 @@ A predicate that is batched, at the level of a mesh axis in simulation or of a v
 has a number for each row. All branches run then, and their results are selected by row. Operands
 are selected on the way in as well, from themselves and from themselves without a derivative: rows
 of other branches have the cotangent zero there, whatever a derivative made of it on the way. So a
-NaN of a branch that is not taken reaches no derivative, of any order and mode.
+NaN of a branch that is not taken reaches no derivative, of any order and mode (but for rows of a
+vmap in a traced program, in branches with collectives, as in JAX).
 
 Collectives are between ranks, and this is not: where ranks of an axis take different branches,
 some would never come to a collective over it. It is refused by the line that calls it. A program
@@ -32,10 +33,18 @@ from functron.core.closure import find_tensors, hoist, refuse_holders, refuse_or
 from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.program.recorder import active
-from functron.spmd.axes import BoundAxis, SimulatedAxis, enter, scope, user_line
+from functron.spmd.axes import (
+    BoundAxis,
+    SimulatedAxis,
+    TracedAxis,
+    enter,
+    refuse_uneven,
+    scope,
+    user_line,
+)
 from functron.spmd.primitives import Vary
 from functron.spmd.simulate import no_share, varying_axes
-from functron.transforms.capture import refusing_names
+from functron.transforms.capture import refusing_names, unwatched
 from functron.transforms.scan import scan
 from functron.transforms.traced_flow import trace_switch, trace_while
 
@@ -387,16 +396,39 @@ def _run_all(
 ) -> tree.Tree:
     """The results of all branches, selected by an index for each row of vmaps."""
     word = "index" if what == "switch" else "predicate"
-    found = {}
     masks = [index == k for k in range(len(functions))]
+
+    def run(label: str, mask: torch.Tensor) -> tree.Tree:
+        f, keep = functions[label], functools.partial(_derive_where, mask)
+        hidden, close = hoist(f)
+        closed = close([keep(x) for x in hidden]) if hidden else f
+        return _run_branch(what, label, closed, tree.map(keep, operands))
+
     with _uneven(index, f"the {word} of lax.{what} at {user_line()}"):
-        for (label, f), mask in zip(functions.items(), masks, strict=True):
-            keep = functools.partial(_derive_where, mask)
-            hidden, close = hoist(f)
-            closed = close([keep(x) for x in hidden]) if hidden else f
-            found[label] = _run_branch(what, label, closed, tree.map(keep, operands))
+        if _meets_ranks(functions, operands):
+            found = {k: _run_branch(what, k, f, operands) for k, f in functions.items()}
+        else:
+            found = {k: run(k, mask) for k, mask in zip(functions, masks, strict=True)}
     _check_alike(what, found)
     return tree.map(lambda *cases: _select(masks, cases), *found.values())
+
+
+def _meets_ranks(functions: dict[str, Callable], operands: tuple) -> bool:
+    """Whether branches have collectives, in a program that is traced.
+
+    It does not know whether a predicate of each row is the same on their ranks. Where it is not,
+    what one rank did not take has a part in what others did: its derivatives are not to be left
+    out.
+    """
+    axes = [axis.name for axis in scope().axes.values() if isinstance(axis, TracedAxis)]
+    if (recorder := active()) is None or not axes:
+        return False
+    met: list[str] = []
+    notes = dict.fromkeys(axes, lambda op, name: met.append(name))
+    with recorder.frame(), unwatched(), enter(replace(scope(), uneven=notes)):  # thrown away
+        for f in functions.values():
+            f(*operands)
+    return bool(met)
 
 
 def _derive_where(mask: torch.Tensor, x: Any) -> Any:
@@ -407,7 +439,8 @@ def _derive_where(mask: torch.Tensor, x: Any) -> Any:
 def _uneven(index: torch.Tensor, by: str) -> AbstractContextManager[None]:
     """A with block without collectives over axes along which the index varies."""
     known = scope().uneven
-    new = {axis: by for axis in varying_axes(index) if axis not in known}
+    told = functools.partial(refuse_uneven, by)
+    new = {axis: told for axis in varying_axes(index) if axis not in known}
     return enter(replace(scope(), uneven={**known, **new})) if new else contextlib.nullcontext()
 
 
