@@ -432,12 +432,12 @@ def lookup(names: AxisNames) -> list[Axis]:
 
 
 def refuse_uneven(by: str, op: str, name: str) -> None:
-    """Raise ValueError for a collective that not all ranks of an axis may come to, `by` a number."""
+    """Raise ValueError for a collective to which not all ranks of an axis may come, `by` this."""
     refuse(
         f"{op} at {user_line()}",
         f"{op} over {name!r}",
-        f"a collective that ranks of {name!r} may not all come to: {by}, which varies over {name!r}. "
-        "On processes those that come would wait for the others for ever",
+        f"a collective that ranks of {name!r} may not all come to: {by}, which varies over "
+        f"{name!r}. On processes those that come would wait for the others for ever",
         f"collectives over axes along which that is the same, or none over {name!r}",
         f"make it the same on all ranks, as lax.pmax(..., {name!r}) or lax.psum does; or take the "
         "collective out, and choose between results with torch.where",

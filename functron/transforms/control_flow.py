@@ -7,8 +7,7 @@ A predicate that is batched, at the level of a mesh axis in simulation or of a v
 has a number for each row. All branches run then, and their results are selected by row. Operands
 are selected on the way in as well, from themselves and from themselves without a derivative: rows
 of other branches have the cotangent zero there, whatever a derivative made of it on the way. So a
-NaN of a branch that is not taken reaches no derivative, of any order and mode (but for rows of a
-vmap in a traced program, in branches with collectives, as in JAX).
+NaN of a branch that is not taken reaches no derivative, of any order and mode.
 
 Collectives are between ranks, and this is not: where ranks of an axis take different branches,
 some would never come to a collective over it. It is refused by the line that calls it. A program
@@ -21,7 +20,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +31,8 @@ from functron.core import compat, tree
 from functron.core.closure import find_tensors, hoist, refuse_holders, refuse_orphans
 from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.core.scopes import in_scopes, scope_names
+from functron.program.check import ROW_INDEX
 from functron.program.recorder import active
 from functron.spmd.axes import (
     BoundAxis,
@@ -44,7 +45,7 @@ from functron.spmd.axes import (
 )
 from functron.spmd.primitives import Vary
 from functron.spmd.simulate import no_share, varying_axes
-from functron.transforms.capture import refusing_names, unwatched
+from functron.transforms.capture import refusing_names
 from functron.transforms.scan import scan
 from functron.transforms.traced_flow import trace_switch, trace_while
 
@@ -405,30 +406,9 @@ def _run_all(
         return _run_branch(what, label, closed, tree.map(keep, operands))
 
     with _uneven(index, f"the {word} of lax.{what} at {user_line()}"):
-        if _meets_ranks(functions, operands):
-            found = {k: _run_branch(what, k, f, operands) for k, f in functions.items()}
-        else:
-            found = {k: run(k, mask) for k, mask in zip(functions, masks, strict=True)}
+        found = {k: run(k, mask) for k, mask in zip(functions, masks, strict=True)}
     _check_alike(what, found)
     return tree.map(lambda *cases: _select(masks, cases), *found.values())
-
-
-def _meets_ranks(functions: dict[str, Callable], operands: tuple) -> bool:
-    """Whether branches have collectives, in a program that is traced.
-
-    It does not know whether a predicate of each row is the same on their ranks. Where it is not,
-    what one rank did not take has a part in what others did: its derivatives are not to be left
-    out.
-    """
-    axes = [axis.name for axis in scope().axes.values() if isinstance(axis, TracedAxis)]
-    if (recorder := active()) is None or not axes:
-        return False
-    met: list[str] = []
-    notes = dict.fromkeys(axes, lambda op, name: met.append(name))
-    with recorder.frame(), unwatched(), enter(replace(scope(), uneven=notes)):  # thrown away
-        for f in functions.values():
-            f(*operands)
-    return bool(met)
 
 
 def _derive_where(mask: torch.Tensor, x: Any) -> Any:
@@ -437,11 +417,25 @@ def _derive_where(mask: torch.Tensor, x: Any) -> Any:
 
 
 def _uneven(index: torch.Tensor, by: str) -> AbstractContextManager[None]:
-    """A with block without collectives over axes along which the index varies."""
-    known = scope().uneven
+    """A with block without collectives over axes along which the index varies.
+
+    In a program that is traced it is for the program's own check to find out.
+    """
     told = functools.partial(refuse_uneven, by)
-    new = {axis: told for axis in varying_axes(index) if axis not in known}
-    return enter(replace(scope(), uneven={**known, **new})) if new else contextlib.nullcontext()
+    new = dict.fromkeys(varying_axes(index), told)
+    for axis in scope().axes.values():
+        if isinstance(axis, TracedAxis):
+            new[axis.name] = functools.partial(_require_alike, index, scope().uneven.get(axis.name))
+    return enter(replace(scope(), uneven={**scope().uneven, **new})) if new else nullcontext()
+
+
+def _require_alike(index: torch.Tensor, outer: Callable | None, op: str, name: str) -> None:
+    """Leave in the program, where it has a collective, that the index is the same on all ranks."""
+    if outer is not None:
+        outer(op, name)
+    axis: Any = scope().axes[name]
+    with compat.no_transforms(), torch.no_grad(), in_scopes((*scope_names(), ROW_INDEX)):
+        axis.mark(compat.plain(index), "require_replicated")
 
 
 def _check_alike(what: str, found: dict[str, tree.Tree]) -> None:
