@@ -49,8 +49,6 @@ from functron.transforms.capture import refusing_names
 from functron.transforms.scan import scan
 from functron.transforms.traced_flow import trace_switch, trace_while
 
-Number = bool | int | torch.Tensor
-
 
 @public
 def cond(
@@ -69,14 +67,14 @@ def cond(
     branch that it chooses runs. Where it has a number for each rank of a simulated mesh, or each
     row of a vmap, all branches run and results are selected; on processes each rank runs its own
     branch. A branch that is not taken has no part in a derivative, also where it is not finite.
-    A program that is traced has both branches, and runs one.
+    A program that is traced has both branches, and runs one. Before a call of the same code and
+    shapes runs first, both run on fake tensors.
 
     Args:
         pred: a number, which is decided at once, or a 0-dim tensor; of numbers, whether not zero.
         true_fun: returns a tree of tensors, or of numbers, which become 0-dim tensors of torch's
             own dtypes. May close over tensors.
-        false_fun: returns a tree of the same structure, shapes and dtypes. This is checked where
-            both run.
+        false_fun: returns a tree of the same structure, shapes and dtypes.
         operands: trees.
 
     Raises:
@@ -182,7 +180,7 @@ def fori_loop(
         ValueError: as for `while_loop`; or `unroll` is given without ints as bounds.
         TypeError: a bound is no integer, or `body_fun` is no function.
     """
-    _check_functions("fori_loop", {"body_fun": body_fun})
+    functions = _check_functions("fori_loop", {"body_fun": body_fun})
     bounds = [
         _read_index("fori_loop", name, value)
         for name, value in (("lower", lower), ("upper", upper))
@@ -193,16 +191,14 @@ def fori_loop(
     if not like:
         return _count(body_fun, init, range(*bounds), 1 if unroll is None else unroll)
     if unroll is not None:
-        got, wanted = (
-            f"{unroll} with a bound that is a tensor",
-            "ints, of which the length is known",
-        )
-        refuse("fori_loop", "unroll", got, wanted, "leave it out")
+        got = f"{unroll} with a bound that is a tensor"
+        refuse("fori_loop", "unroll", got, "ints, of which the length is known", "leave it out")
+    (step,) = functions.values()
     carry = (*(compat.constant(bound, like[0].device) for bound in bounds), init)
     _, _, last = _loop(
         "fori_loop",
         lambda carry: carry[0] < carry[1],
-        lambda carry: (carry[0] + 1, carry[1], body_fun(carry[0], carry[2])),
+        lambda carry: (carry[0] + 1, carry[1], step(carry[0], carry[2])),
         carry,
     )
     return last
@@ -512,8 +508,7 @@ def _describe(value: Any, seen: set[int]) -> Any:
     elif tree.is_leaf(value):
         return kind, id(value)
     else:
-        parts, structure = tree.flatten(value)
-        kind = str(structure)
+        parts, kind = tree.flatten(value)
     return kind, *(_describe(part, seen) for part in parts)
 
 
@@ -541,27 +536,27 @@ def _look_ahead(run: Callable[[], tree.Tree], *given: Any) -> Varying:
     axes = [axis for axis in scope().axes.values() if axis is not None]
     if scope().stages or not all(isinstance(axis, SimulatedAxis) for axis in axes):
         return None
-    return _find_varying(_Probe(run, *given))
+    probe = _Probe(run, *given)
+    try:
+        hash(probe)
+    except TypeError:  # of a node of the user's
+        return _find_varying.__wrapped__(probe)
+    return _find_varying(probe)
 
 
 def _vary_over(out: tree.Tree, varying: Varying) -> tree.Tree:
     leaves, structure = tree.flatten(out)
     for i, names in enumerate(varying or ()):
-        for axis in scope().axes.values():
-            if (
-                isinstance(axis, SimulatedAxis)
-                and axis.name in names
-                and not axis.varies(leaves[i])
-            ):
-                leaves[i] = Vary.call(leaves[i], axis)
+        for name in set(names) - {*varying_axes(leaves[i])}:
+            axis: Any = scope().axes[name]
+            leaves[i] = Vary.call(leaves[i], axis)
     return tree.unflatten(structure, leaves)
 
 
 @functools.lru_cache(1024)
 def _find_varying(probe: _Probe) -> Varying:
     """The axes over which each result varies; None where it cannot be run without numbers."""
-    run = probe.run
-    del probe.run
+    run, probe.run = probe.run, None  # which the cache is not to keep
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with compat.no_dispatch_modes(), fake, torch.no_grad():
@@ -592,7 +587,8 @@ def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) ->
         look = lambda: _run_fake_loop(by, holds, advance, tree.map(_make_fake, init))  # noqa: E731
         varying = _look_ahead(look, what, *functions, init)
         last = _run_loop(by, holds, advance, init, varying)
-        last = _derive_alike(last, functions, init)
+        if compat.pushing_forward():
+            last = _derive_alike(last, functions, init)
     return _refuse_reverse(what, last)
 
 

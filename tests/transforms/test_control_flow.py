@@ -304,7 +304,7 @@ def test_any_mesh_has_the_numbers_of_one_device(shape):
 
 
 def test_a_branch_that_is_not_taken_has_no_part_in_any_derivative():
-    """JAX's own cond under vmap gives NaN here."""
+    """Not of any order and mode, of operands or of what branches close over."""
     x, v = torch.tensor([4.0, 0.0, -1.0, 9.0]), torch.tensor([1.0, 2.0, 3.0, 4.0])
     scale = torch.tensor(2.0)
     rows = torch.func.vmap(
@@ -635,6 +635,18 @@ def test_collectives_that_not_all_ranks_come_to_are_refused(name, check):
         "lax.all_gather(x, \"tp\").sum(0)`", "test_control_flow.py", "varies over 'tp'", "lax.pmax(",
     ):  # fmt: skip
         assert words in str(told.value)
+
+
+def test_a_program_tells_of_rows_that_choose_apart():
+    """In a trace too, where rows of a vmap meet other ranks in a branch."""
+    specs = Mesh(dp=2, tp=2), P(("dp", "tp")), P(("dp", "tp"))
+    x = torch.from_numpy(random(8))
+    apart = ft.trace(shard_map(UNEVEN["rows"], *specs))(x)
+    with pytest.raises(ValueError, match=r"a collective over 'tp' in a branch at .*test_control"):
+        apart.check()
+    choose = lambda x: lax.cond(x > 0, lambda x: lax.psum(x * lax.axis_index("tp"), "tp"), same, x)
+    agree = lambda x: torch.func.vmap(choose)(lax.psum(x, "tp"))
+    ft.trace(shard_map(agree, *specs))(x).check()
 
 
 def test_collectives_along_which_ranks_agree_are_not_refused():
