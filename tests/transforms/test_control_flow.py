@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import functools
+import inspect
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 import functron as ft
 from functron import Mesh, P, lax, shard_map, tree
+from functron.program import equations
 
 SHAPE = {"dp": 2, "tp": 2, "ep": 2}
 ALL = ("dp", "tp", "ep")
@@ -268,6 +271,28 @@ def test_processes_equal_simulated_ranks(torchrun):
     done = torchrun(Path(__file__).with_name("gloo_control_flow.py"), 2)
     for check in ("derivatives", "loops", "refusals"):
         assert f"check_{check}: ok" in done.stdout
+
+
+TRACED = [cond_by_rank, cond_partly_agreed, cond_in_scan, cond_in_vmap_agreed, remat_in_cond, fori]
+
+
+@pytest.mark.skipif(not hasattr(equations, "Switch"), reason="no traced branches yet")
+@pytest.mark.parametrize("program", [*TRACED, *LOOPS[:2]], ids=lambda f: f.__name__)
+def test_programs_are_those_that_are_simulated(program):
+    specs, given = (P(None, "tp"), P(("dp", "ep"))), pair(program)[3]
+
+    def step(w, x):
+        if program in LOOPS:
+            return program(OURS, w, x), (w, x)
+        value, grads = ft.value_and_grad(functools.partial(program, OURS), (0, 1))(w, x)
+        return value, ft.sync_gradients(grads, specs)
+
+    mapped = shard_map(step, MESH, specs, (P(), specs))
+    want = tree.map(lambda x: x.detach().numpy(), mapped(*given))
+    traced = ft.trace(mapped)(*given)
+    traced.check()
+    assert_same(traced(*given), want)
+    assert_same(ft.jit(mapped, backend="eager")(*given), want)
 
 
 # ---- dense programs
@@ -593,6 +618,18 @@ WRONG = {
         ValueError, "capture: got 'x', a value in true_fun of lax.cond, which may run or not",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", "cond switch while_loop fori_loop map select_n scan".split())
+def test_examples_run(name):
+    torch.set_default_dtype(torch.float32)
+    names = {"ft": ft, "torch": torch, "lax": lax}
+    text = inspect.getdoc(getattr(lax, name)) or ""
+    example = doctest.DocTestParser().get_doctest(text, names, name, None, None)
+    report: list[str] = []
+    doctest.DocTestRunner().run(example, out=report.append)
+    assert example.examples
+    assert "".join(report) == ""
 
 
 @pytest.mark.parametrize("name", WRONG)
