@@ -353,6 +353,25 @@ def is_batched_at(value: torch.Tensor, level: int) -> bool:
     return any(functorch.is_batchedtensor(x) and level_of(x) == level for x in _wrappers(value))
 
 
+def is_batched(value: torch.Tensor) -> bool:
+    """Whether any vmap batches `value`."""
+    return any(map(functorch.is_batchedtensor, _wrappers(value)))
+
+
+def read_number(value: torch.Tensor) -> bool | int | float:
+    """The number in a 0-dim tensor that no vmap batches, read below all transforms."""
+    if not transforms_active():
+        return value.item()
+    with no_transforms():
+        return plain(value).item()
+
+
+def read_any(value: torch.Tensor) -> bool:
+    """Whether a bool tensor is true anywhere, in the rows of all vmaps, read below them."""
+    with no_transforms():
+        return bool(plain(value).any())
+
+
 def is_orphan(value: torch.Tensor) -> bool:
     """Whether `value` is a tensor of a vmap that is not running any more.
 

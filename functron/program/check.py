@@ -299,16 +299,26 @@ _MUST_BE_EQUAL = {
         "one that all its ranks have, as equal_cotangents=True says",
         "leave equal_cotangents out, and they are summed",
     ),
+    "rows": (
+        "a collective over {axis!r} in a branch at",
+        "the predicate or index of each row of a vmap that",
+        "one that is the same along the axis: a derivative counts on ranks that took the branch",
+        "make it the same, as lax.pmax(..., {axis!r}) does; or choose results with torch.where",
+    ),
 }
-"""Words for what ``require_replicated`` finds to vary, by the phase that it is in."""
+"""Words for what ``require_replicated`` finds to vary, by the phase that it is in; of rows, any."""
+
+ROW_INDEX = "index of rows"
+"""The named scope of statements about the index by which rows of a vmap choose a branch."""
 
 
 def _find_unequal(equation: Equation, axis: str, origin: Origin) -> Problem:
-    in_backward = equation.where.phase == "backward"
-    place, what, *rest = _MUST_BE_EQUAL["backward" if in_backward else "forward"]
-    line = equation.where.line
+    of_rows, line = ROW_INDEX in equation.where.scopes, equation.where.line
+    kind = "backward" if equation.where.phase == "backward" else "forward"
+    place, what, *rest = _MUST_BE_EQUAL["rows" if of_rows else kind]
     got = f"{what} varies over {axis!r}{_describe_since(origin, line)}"
-    return Problem(f"{place.format(axis=axis)} {line or 'an unknown line'}", got, *rest)
+    wanted, fix = (words.format(axis=axis) for words in rest)
+    return Problem(f"{place.format(axis=axis)} {line or 'an unknown line'}", got, wanted, fix)
 
 
 def _find_divided(around: Equation, equation: Equation, axis: str, origin: Origin) -> Problem:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from functron.core import compat
-from functron.core.errors import contexts_of, in_library, nearest, public
+from functron.core.errors import contexts_of, in_library, nearest, public, refuse
 from functron.core.scopes import named_scope, set_during
 from functron.spmd.flight import FlightRecorder, SourceLine
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, LostRanksError, Membership
@@ -322,6 +322,8 @@ class Scope:
         shares: in a simulation that is checked, a level of size 1 at which ranks' shares of
             gradients are batched, and so is what is computed from them (`functron.spmd.simulate`).
         named: collects the axes that programs name; None: not collected.
+        uneven: the axes of which not all ranks may come to a collective here: each with a function
+            of the collective's name and the axis', which is called before it starts.
     """
 
     axes: dict[str, Axis | None] = field(default_factory=dict)
@@ -331,6 +333,7 @@ class Scope:
     stages: StageAxis | None = None
     shares: SimulatedAxis | None = None
     named: set[str] | None = None
+    uneven: Mapping[str, Callable[[str, str], object]] = field(default_factory=dict)
 
 
 _scope: contextvars.ContextVar[Scope] = contextvars.ContextVar("functron_scope", default=Scope())  # noqa: B039
@@ -353,7 +356,8 @@ def bind(
     outer = _scope.get()
     merged = {**outer.axes, **dict.fromkeys(absent), **{axis.name: axis for axis in axes}}
     shares = outer.shares if shares is None else shares
-    with enter(replace(outer, axes=merged, check=check, shares=shares)):
+    uneven = {name: by for name, by in outer.uneven.items() if merged[name] is outer.axes[name]}
+    with enter(replace(outer, axes=merged, check=check, shares=shares, uneven=uneven)):
         yield
 
 
@@ -425,6 +429,19 @@ def lookup(names: AxisNames) -> list[Axis]:
         if axis is not None:
             found.append(axis)
     return found
+
+
+def refuse_uneven(by: str, op: str, name: str) -> None:
+    """Raise ValueError for a collective to which not all ranks of an axis may come, `by` this."""
+    refuse(
+        f"{op} at {user_line()}",
+        f"{op} over {name!r}",
+        f"a collective that ranks of {name!r} may not all come to: {by}, which varies over "
+        f"{name!r}. On processes those that come would wait for the others for ever",
+        f"collectives over axes along which that is the same, or none over {name!r}",
+        f"make it the same on all ranks, as lax.pmax(..., {name!r}) or lax.psum does; or take the "
+        "collective out, and choose between results with torch.where",
+    )
 
 
 @public

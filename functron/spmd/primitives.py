@@ -24,7 +24,7 @@ import torch
 
 from functron.core import compat
 from functron.core.compat import Function
-from functron.spmd.axes import OPS, Axis, BoundAxis, SimulatedAxis
+from functron.spmd.axes import OPS, Axis, BoundAxis, SimulatedAxis, scope
 from functron.spmd.flight import SourceLine
 
 
@@ -129,6 +129,8 @@ class _Primitive(Function):
     @classmethod
     def call(cls, x: torch.Tensor, axis: Axis, **options: Any) -> torch.Tensor:
         """Apply this primitive to `x` over `axis`; options are fields of `PrimitiveCall`."""
+        if cls.communicates and (look := scope().uneven.get(axis.name)) is not None:
+            look(cls.op, axis.name)
         line = axis.find_line() if isinstance(axis, BoundAxis) else None
         call = PrimitiveCall(axis, line=line, **options)
         if torch._C._len_torch_function_stack():  # of which one may ask for lines

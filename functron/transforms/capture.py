@@ -138,6 +138,22 @@ class _Sink:
             self.see(value, name, inner.specs.get(name))
 
 
+class _NoSink(_Sink):
+    """A run in which there is a number of each value that nothing knows before: none, or many."""
+
+    def __init__(self, watch: ValueWatch, where: str):
+        super().__init__(watch)
+        self.where = where
+
+    def see(self, x: torch.Tensor, name: str, spec: P | None) -> torch.Tensor:
+        if any(_fits(pattern, name) for pattern in self.watch.patterns):
+            raise ValueError(
+                f"capture: got {name!r}, a value in {self.where}, which may run or not; wanted "
+                "values that are there in each run; fix: return it, and name the result"
+            )
+        return x
+
+
 def _fits(pattern: str, name: str) -> bool:
     """Whether a pattern fits the last parts of a name, one by one."""
     wanted, parts = pattern.split("/"), name.split("/")
@@ -186,6 +202,20 @@ def replacing_functions() -> list[Callable]:
 def unwatched() -> AbstractContextManager[None]:
     """A with block in which no value is captured or replaced."""
     return set_during(watchers, ())
+
+
+def refusing_names(f: Callable, where: str) -> Callable:
+    """`f`, run at a place in which ValueError is raised for a value that is asked for."""
+    if not (sinks := watchers.get()):
+        return f
+    none = tuple(_NoSink(sink.watch, where) for sink in sinks)
+
+    @functools.wraps(f)
+    def refused(*args):
+        with set_during(watchers, none):
+            return f(*args)
+
+    return refused
 
 
 def watched_scope(*names: str | int) -> AbstractContextManager[None]:

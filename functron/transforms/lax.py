@@ -1,6 +1,7 @@
 """``functron.lax``: collectives, loops and branches of per-rank programs, by JAX's names.
 
-Collectives are in `functron.spmd.collectives`, loops in `functron.transforms.scan`.
+Collectives are in `functron.spmd.collectives`, branches and loops in
+`functron.transforms.control_flow` and `functron.transforms.scan`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
         psum_scatter,
         ragged_all_to_all,
         stop_gradient,
+    )
+    from functron.transforms.control_flow import (
+        cond,
+        fori_loop,
+        map,  # noqa: A004  (as jax.lax.map)
+        select_n,
+        switch,
+        while_loop,
     )
     from functron.transforms.scan import scan
 

@@ -21,7 +21,7 @@ import torch
 from functron.core import compat, tree
 from functron.core.closure import find_tensors, hoist, refuse_holders, refuse_orphans
 from functron.core.compat import Function
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.scopes import in_phase
 from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
 from functron.program.recorder import Recorder, active, keeper, live_equations
@@ -38,7 +38,13 @@ from functron.transforms.parameter_gather import by_row
 
 
 def trace_scan(
-    recorder: Recorder, f: Callable, init: tree.Tree, xs: tree.Tree, length: int, name: str
+    recorder: Recorder,
+    f: Callable,
+    init: tree.Tree,
+    xs: tree.Tree,
+    length: int,
+    name: str,
+    reverse: bool = False,
 ) -> tuple[tree.Tree, tree.Tree]:
     """`functron.scan` of `f` as equations of `recorder`; differentiable once, by torch's tape.
 
@@ -70,7 +76,7 @@ def trace_scan(
         return [x if seen[id(x)] == i else x.view_as(x) for i, x in enumerate(outputs)]
 
     made = _trace_body(recorder, body, hidden, carry, columns, length, taped)
-    region = _Region(recorder, made, len(hidden), len(carry), len(columns), length, name)
+    region = _Region(recorder, made, len(hidden), len(carry), len(columns), length, name, reverse)
     outputs: Any = _TracedScan.apply(region, *operands)
     last, ys = outputs[: len(carry)], outputs[len(carry) :]
     stacked = tree.unflatten(result["structure"], list(ys))
@@ -201,6 +207,7 @@ class _Region:
     num_columns: int
     length: int
     name: str
+    reverse: bool
 
     def kept(self) -> tuple[list[Var], list[Equation]]:
         """The values that backward reads of the forward half, and the views that it takes again."""
@@ -262,7 +269,7 @@ class _TracedScan(Function):
         around = [*given[: region.num_hidden], *body.captured.values(), *given[region.num_hidden :]]
         equations = live_equations(body.forward, outputs)
         block = Block(tuple(inputs), tuple(equations), tuple(outputs))
-        op = Scan(block, region.length, len(consts), region.num_carry, name=region.name)
+        op = Scan(block, region.length, len(consts), region.num_carry, region.reverse, region.name)
         results = recorder.emit(op, around, _results(outputs, region.num_carry, region.length))
         outside = dict(zip(inputs, around, strict=True))
         ctx.region = region
@@ -321,8 +328,9 @@ def _refuse_derivatives(grads: list[Any], of: Sequence[torch.Tensor]) -> list[An
 def _reverse(ctx, given: list[Var]) -> tuple[Scan, list[Var]]:
     """The scan that takes the cotangents of the results to those of the operands, and its operands.
 
-    It carries the cotangents of the carry and the running sums of those of hidden tensors; its xs
-    are slices of columns, residuals and the cotangents of ys, its ys the gradients of columns.
+    It goes the other way. It carries the cotangents of the carry and the running sums of those of
+    hidden tensors; its xs are slices of columns, residuals and the cotangents of ys, its ys the
+    gradients of columns.
     """
     region: _Region = ctx.region
     body, recorder, num_carry = region.body, region.recorder, region.num_carry
@@ -356,7 +364,7 @@ def _reverse(ctx, given: list[Var]) -> tuple[Scan, list[Var]]:
     equations = live_equations([*ctx.again, *body.backward, *zeros], outputs)
     block = Block(tuple(inputs), tuple(equations), tuple(outputs))
     size = num_carry + len(pairs)
-    op = Scan(block, region.length, len(ctx.shared), size, reverse=True, name=region.name)
+    op = Scan(block, region.length, len(ctx.shared), size, not region.reverse, region.name)
     return op, operands
 
 
@@ -386,7 +394,12 @@ def _record_zeros(recorder: Recorder, like: Var, equations: list[Equation]) -> V
 
 @public
 def scan(
-    f: Callable, init: tree.Tree, xs: tree.Tree, length: int | None = None
+    f: Callable,
+    init: tree.Tree,
+    xs: tree.Tree = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
 ) -> tuple[tree.Tree, tree.Tree]:
     """``carry, y = f(carry, x)`` for each slice x of `xs`, in order: the last carry and stacked ys.
 
@@ -398,21 +411,35 @@ def scan(
     >>> xs = torch.tensor([1.0, 2.0, 3.0])
     >>> ft.scan(lambda total, x: (total + x, total), torch.tensor(0.0), xs)
     (tensor(6.), tensor([0., 1., 3.]))
+    >>> ft.scan(lambda total, x: (total + x, total), torch.tensor(0.0), xs, reverse=True)
+    (tensor(6.), tensor([5., 3., 0.]))
 
     Args:
         f: ``(carry, x) -> (carry, y)``; y may be None.
         xs: a tree of tensors with a common leading dim, or None with `length`.
         length: the number of steps; needed only where `xs` has no leaf.
+        reverse: whether the last slice of `xs` comes first; y of each stands where its x did.
+        unroll: how many steps each iteration of a traced scan makes, with those left over written
+            out after it; True: all are written out. Eagerly it changes nothing.
 
     Raises:
-        ValueError: the leading dims differ, or neither `xs` nor `length` gives a number of steps.
+        ValueError: the leading dims differ, or neither `xs` nor `length` gives a number of steps;
+            or `unroll` is less than 1.
         TypeError: `init` or `xs` has an object with tensors, such as an unregistered dataclass.
     """
-    return _check_and_scan(f, init, xs, length, 0)
+    if unroll is not False and unroll < 1:
+        refuse("scan", "unroll", unroll, "a number of steps of at least 1, or True for all of them")
+    return _check_and_scan(f, init, xs, length, 0, reverse, unroll)
 
 
 def _check_and_scan(
-    f: Callable, init: tree.Tree, xs: tree.Tree, length: int | None, first: int
+    f: Callable,
+    init: tree.Tree,
+    xs: tree.Tree,
+    length: int | None,
+    first: int,
+    reverse: bool = False,
+    unroll: int | bool = 1,
 ) -> tuple[tree.Tree, tree.Tree]:
     title = "scan cannot see into these"
     refuse_holders(title, "init", init, tracked=True)
@@ -420,7 +447,7 @@ def _check_and_scan(
     if compat.transforms_active():  # a vmap would take such a tensor for one of its own
         refuse_orphans("scan", find_tensors(f))
     f, xs = by_row(f, xs)
-    return _scan(f, init, xs, length, first)
+    return _scan(f, init, xs, length, first, reverse, unroll)
 
 
 def scan_in_turn(
@@ -446,25 +473,77 @@ def scan_in_turn(
 
 
 def _scan(
-    f: Callable, init: tree.Tree, xs: tree.Tree, length: int | None, first: int = 0
+    f: Callable,
+    init: tree.Tree,
+    xs: tree.Tree,
+    length: int | None,
+    first: int = 0,
+    reverse: bool = False,
+    unroll: int | bool = 1,
 ) -> tuple[tree.Tree, tree.Tree]:
-    leaves, structure = tree.flatten(xs)
+    leaves, _ = tree.flatten(xs)
     steps = _num_steps(tree.paths(xs), leaves, length)
     recorder = active()
-    if recorder is not None and not _is_unrolled() and not replacing_functions():
-        name = getattr(f, "__name__", "scan")
-        if not (relay := Relay()):
-            return trace_scan(recorder, f, init, xs, steps, name)
-        (carry, ys), captured = _trace_watched(relay, recorder, f, init, xs, steps, name)
+    whole = unroll is True or 1 < unroll >= steps
+    if recorder is None or whole or _is_unrolled() or replacing_functions():
+        return _run_steps(f, init, xs, range(first, first + steps), reverse)
+    name, relay = getattr(f, "__name__", "scan"), Relay()
+    if relay:
+        traced = _trace_watched(relay, recorder, f, init, xs, steps, name, reverse)
+        (carry, ys), captured = traced
         relay.take(captured, range(first, first + steps))
         return carry, ys
+    if unroll > 1:
+        return _trace_blocks(recorder, f, init, xs, steps, name, reverse, unroll)
+    return trace_scan(recorder, f, init, xs, steps, name, reverse)
+
+
+def _run_steps(
+    f: Callable, init: tree.Tree, xs: tree.Tree, names: range, reverse: bool
+) -> tuple[tree.Tree, tree.Tree]:
+    """A scan written out; captured values of each step are named by its number."""
+    leaves, structure = tree.flatten(xs)
     slices = [leaf.unbind(0) for leaf in leaves]
     carry, ys = init, []
-    for step in range(steps):
-        with watched_scope(first + step):
+    for step in range(len(names))[:: -1 if reverse else 1]:
+        with watched_scope(names[step]):
             carry, y = f(carry, tree.unflatten(structure, [column[step] for column in slices]))
         ys.append(y)
-    return carry, tree.map(lambda *rows: torch.stack(rows), *ys) if ys else None
+    rows = ys[::-1] if reverse else ys
+    return carry, tree.map(lambda *rows: torch.stack(rows), *rows) if rows else None
+
+
+def _trace_blocks(
+    recorder: Recorder,
+    f: Callable,
+    init: tree.Tree,
+    xs: tree.Tree,
+    steps: int,
+    name: str,
+    reverse: bool,
+    unroll: int,
+) -> tuple[tree.Tree, tree.Tree]:
+    """`trace_scan` of `unroll` steps at a time, and the steps that are left over."""
+    left = steps % unroll
+
+    def block(carry: tree.Tree, x: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
+        return _run_steps(f, carry, x, range(unroll), reverse)
+
+    rest, main = (
+        (slice(left), slice(left, None))
+        if reverse
+        else (slice(steps - left, None), slice(steps - left))
+    )
+    blocks = tree.map(lambda leaf: leaf[main].unflatten(0, (-1, unroll)), xs)
+    carry, ys = trace_scan(recorder, block, init, blocks, steps // unroll, name, reverse)
+    ys = tree.map(lambda y: y.flatten(0, 1), ys)
+    if not left:
+        return carry, ys
+    carry, others = _run_steps(
+        f, carry, tree.map(lambda leaf: leaf[rest], xs), range(left), reverse
+    )
+    parts = (others, ys) if reverse else (ys, others)
+    return carry, tree.map(lambda *rows: torch.cat(rows), *parts)
 
 
 def _trace_watched(relay: Relay, recorder: Recorder, f: Callable, *given: Any) -> tuple:
