@@ -1,6 +1,8 @@
 """``functron.lax``: collectives, loops and branches of per-rank programs, by JAX's names.
 
-Collectives are in `functron.spmd.collectives`, loops in `functron.transforms.scan`.
+Collectives are in `functron.spmd.collectives`, loops in `functron.transforms.scan`, scans of
+associative functions in `functron.transforms.associative_scan`, slices at indices known when a
+program runs in `functron.transforms.indexing`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,15 @@ if TYPE_CHECKING:
         psum_scatter,
         ragged_all_to_all,
         stop_gradient,
+    )
+    from functron.transforms.associative_scan import associative_scan
+    from functron.transforms.indexing import (
+        dynamic_index_in_dim,
+        dynamic_slice,
+        dynamic_slice_in_dim,
+        dynamic_update_index_in_dim,
+        dynamic_update_slice,
+        dynamic_update_slice_in_dim,
     )
     from functron.transforms.scan import scan
 
