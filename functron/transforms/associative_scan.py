@@ -179,14 +179,12 @@ def _check_elements(elems: tree.Tree, dim: int | None) -> int | None:
         shape = tuple(first.shape)
         refuse(title, path, f"shape {shape} and axis={dim}", wanted, "a dim of every leaf")
     dim %= first.dim()
-    size = first.shape[dim]
+    size, wanted = first.shape[dim], f"{first.shape[dim]} elements in dim {dim}, as {path}"
     raise_problems(
         title,
         [
-            Problem(
-                path, f"shape {tuple(x.shape)}", f"{size} elements in dim {dim}, as {rows[0][0]}"
-            )
-            for path, x in rows
+            Problem(at, f"shape {tuple(x.shape)}", wanted)
+            for at, x in rows
             if x.dim() <= dim or x.shape[dim] != size
         ],
     )
