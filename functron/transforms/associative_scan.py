@@ -11,6 +11,7 @@ parts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from functron.spmd.axes import Axis, lookup, user_line
 from functron.spmd.collectives import pbroadcast, ppermute
 
 Leaves = Sequence[torch.Tensor]
-Combine = Callable[[Leaves, Leaves], list[torch.Tensor]]
+Combine = Callable[[Leaves, Leaves], Leaves]
 
 
 @public
@@ -119,7 +120,7 @@ def _scan_dim(combine: Combine, elems: Leaves, dim: int) -> Leaves:
 def _combine_ranks(
     combine: Combine, own: Leaves, axis: Axis, reverse: bool, exclusive: bool
 ) -> tuple[Leaves, Leaves]:
-    """What the ranks before this one combine to, where `exclusive`, and what those with it do.
+    """The combination of ranks before this one, where `exclusive`, and that with this one.
 
     The first rank has something of its own for the former.
     """
@@ -150,7 +151,7 @@ def _choose(condition: torch.Tensor | bool, one: Leaves, other: Leaves) -> Leave
 def _split_axis(axis: object) -> tuple[list[str], int | None]:
     """The names of mesh axes and the dim of an argument `axis`."""
     parts = list(axis) if isinstance(axis, (tuple, list)) else [axis]
-    dim = parts.pop() if parts and _is_dim(parts[-1]) else None
+    dim: Any = parts.pop() if parts and _is_dim(parts[-1]) else None
     names = [part for part in parts if isinstance(part, str)]
     if len(names) < len(parts) or len(set(names)) < len(names) or not (names or _is_dim(dim)):
         wanted = "a dim, the name of a mesh axis, or names, each once, with a dim as the last"

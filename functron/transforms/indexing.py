@@ -18,12 +18,14 @@ from functron.core import compat
 from functron.core.errors import public, raise_problems, refuse, tensor_problem
 from functron.spmd.axes import user_line
 
-Index = torch.Tensor | int
+RowIndex = torch.Tensor | int
 
 
 @public
 def dynamic_slice(
-    operand: torch.Tensor, start_indices: torch.Tensor | Sequence[Index], slice_sizes: Sequence[int]
+    operand: torch.Tensor,
+    start_indices: torch.Tensor | Sequence[RowIndex],
+    slice_sizes: Sequence[int],
 ) -> torch.Tensor:
     """y = ``operand[s_0 : s_0 + n_0, s_1 : s_1 + n_1, ...]`` with s the `start_indices`.
 
@@ -52,7 +54,7 @@ def dynamic_slice(
 
 @public
 def dynamic_slice_in_dim(
-    operand: torch.Tensor, start_index: Index, slice_size: int, axis: int = 0
+    operand: torch.Tensor, start_index: RowIndex, slice_size: int, axis: int = 0
 ) -> torch.Tensor:
     """y = ``operand[start_index : start_index + slice_size]``, in dim `axis`; as `dynamic_slice`.
 
@@ -73,7 +75,7 @@ def dynamic_slice_in_dim(
 
 @public
 def dynamic_index_in_dim(
-    operand: torch.Tensor, index: Index, axis: int = 0, keepdims: bool = True
+    operand: torch.Tensor, index: RowIndex, axis: int = 0, keepdims: bool = True
 ) -> torch.Tensor:
     """y = ``operand[index]``, in dim `axis`, which stays with size 1, or goes without `keepdims`.
 
@@ -90,7 +92,7 @@ def dynamic_index_in_dim(
 
 @public
 def dynamic_update_slice(
-    operand: torch.Tensor, update: torch.Tensor, start_indices: torch.Tensor | Sequence[Index]
+    operand: torch.Tensor, update: torch.Tensor, start_indices: torch.Tensor | Sequence[RowIndex]
 ) -> torch.Tensor:
     """y = operand, with `update` in the place of the slice of its shape; see `dynamic_slice`.
 
@@ -114,7 +116,7 @@ def dynamic_update_slice(
 
 @public
 def dynamic_update_slice_in_dim(
-    operand: torch.Tensor, update: torch.Tensor, start_index: Index, axis: int
+    operand: torch.Tensor, update: torch.Tensor, start_index: RowIndex, axis: int
 ) -> torch.Tensor:
     """y = operand with ``y[start_index : start_index + n] = update``, in dim `axis`.
 
@@ -127,7 +129,7 @@ def dynamic_update_slice_in_dim(
     """
     name = "dynamic_update_slice_in_dim"
     _check_operand(name, operand, update)
-    starts: list[Index] = [0] * operand.dim()
+    starts: list[RowIndex] = [0] * operand.dim()
     starts[_find_dim(name, operand, axis)] = _check_index(name, "start_index", start_index)
     _check_sizes(name, operand, update.shape, "update")
     return _write(operand, update, list(enumerate(starts)))
@@ -135,7 +137,7 @@ def dynamic_update_slice_in_dim(
 
 @public
 def dynamic_update_index_in_dim(
-    operand: torch.Tensor, update: torch.Tensor, index: Index, axis: int
+    operand: torch.Tensor, update: torch.Tensor, index: RowIndex, axis: int
 ) -> torch.Tensor:
     """y = operand with ``y[index] = update``, in dim `axis`, which `update` has with size 1 or not.
 
@@ -149,7 +151,7 @@ def dynamic_update_index_in_dim(
     return dynamic_update_slice_in_dim(operand, row, index, dim)
 
 
-def _place(start: Index, size: int, room: int, device: torch.device) -> Index:
+def _place(start: RowIndex, size: int, room: int, device: torch.device) -> RowIndex:
     """Where a slice begins that fits into a dim of size `room`."""
     if isinstance(start, int):
         return min(max(start + room if start < 0 else start, 0), room - size)
@@ -161,19 +163,21 @@ def _rows(place: torch.Tensor, size: int) -> torch.Tensor:
     return place + torch.arange(size, device=place.device)
 
 
-def _read(x: torch.Tensor, dim: int, start: Index, size: int) -> torch.Tensor:
+def _read(x: torch.Tensor, dim: int, start: RowIndex, size: int) -> torch.Tensor:
     if size == x.shape[dim]:
         return x
     return _take(x, dim, _place(start, size, x.shape[dim], x.device), size)
 
 
-def _take(x: torch.Tensor, dim: int, place: Index, size: int) -> torch.Tensor:
+def _take(x: torch.Tensor, dim: int, place: RowIndex, size: int) -> torch.Tensor:
     if isinstance(place, int):
         return x.narrow(dim, place, size)
     return x.index_select(dim, _rows(place, size))
 
 
-def _write(x: torch.Tensor, update: torch.Tensor, starts: list[tuple[int, Index]]) -> torch.Tensor:
+def _write(
+    x: torch.Tensor, update: torch.Tensor, starts: list[tuple[int, RowIndex]]
+) -> torch.Tensor:
     starts = [(dim, start) for dim, start in starts if update.shape[dim] != x.shape[dim]]
     if not starts:
         return update
@@ -217,8 +221,8 @@ def _find_dim(name: str, operand: torch.Tensor, axis: int) -> int:
 
 
 def _split_indices(
-    name: str, operand: torch.Tensor, starts: torch.Tensor | Sequence[Index]
-) -> list[Index]:
+    name: str, operand: torch.Tensor, starts: torch.Tensor | Sequence[RowIndex]
+) -> list[RowIndex]:
     if isinstance(starts, torch.Tensor):
         if starts.dim() != 1:
             got, wanted = f"shape {tuple(starts.shape)}", f"shape {(operand.dim(),)}"
@@ -230,7 +234,7 @@ def _split_indices(
     return [_check_index(name, f"start_indices/{i}", one) for i, one in enumerate(starts)]
 
 
-def _check_index(name: str, path: str, index: object) -> Index:
+def _check_index(name: str, path: str, index: object) -> RowIndex:
     wanted = "an int, or a 0-dim tensor of integers"
     if isinstance(index, torch.Tensor):
         if index.dim() or index.is_floating_point() or index.dtype == torch.bool:
