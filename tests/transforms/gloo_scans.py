@@ -47,7 +47,7 @@ def derive(scan, reduce, synchronised, x, v):
 def check_scans(bound):
     x, v = torch.rand(2, 4, 2, 2, generator=generator), torch.rand(2, 4, 2, 2, generator=generator)
     in_turn = lambda scan: lambda x: ft.scan(lambda c, row: (c, scan(row)), x, x)[1]
-    parallel = lambda a, b: a * b / (a + b)
+    parallel = lambda a, b: b / (1.0 + b / a)
     compiled = functools.partial(ft.jit, backend="eager")
     cases = ((torch.matmul, False, vmap, compiled), (parallel, True, in_turn, lambda run: run))
     for fn, reverse, mapped, run in cases:

@@ -35,8 +35,8 @@ def product(one, two):
 
 
 def parallel(one, two):
-    """Of resistors: 0 / 0 of the zeros that a rank would receive from nowhere."""
-    return one * two / (one + two)
+    """Of resistors; its derivative would be NaN at zeros that a rank receives from nowhere."""
+    return two / (1.0 + two / one)
 
 
 FUNCTIONS = {"affine": affine, "product": product, "parallel": parallel}
