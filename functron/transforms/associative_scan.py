@@ -11,7 +11,7 @@ parts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -166,44 +166,51 @@ def _is_dim(part: object) -> bool:
 
 def _check_elements(elems: tree.Tree, dim: int | None) -> int | None:
     """The dim, counted from the first one, as JAX counts it: by the first leaf."""
-    title = f"associative_scan at {user_line()} cannot use these elements"
     rows = [(f"elems/{path}" if path else "elems", leaf) for path, leaf in tree.items(elems)]
-    wrong = [tensor_problem(path, x) for path, x in rows if not isinstance(x, torch.Tensor)]
-    raise_problems(title, wrong, TypeError)
+    if wrong := [tensor_problem(path, x) for path, x in rows if not isinstance(x, torch.Tensor)]:
+        _refuse_elements(wrong, TypeError)
     if not rows:
-        refuse(title, "elems", "a tree without leaves", "a tensor, or a tree of them")
+        wanted = "a tensor, or a tree of them"
+        _refuse_elements([Problem("elems", "a tree without leaves", wanted)])
     if dim is None:
         return None
     path, first = rows[0]
     if not -first.dim() <= dim < first.dim():
         wanted = f"a dim from {-first.dim()} to {first.dim() - 1}" if first.dim() else "one with it"
-        shape = tuple(first.shape)
-        refuse(title, path, f"shape {shape} and axis={dim}", wanted, "a dim of every leaf")
+        got = f"shape {tuple(first.shape)} and axis={dim}"
+        _refuse_elements([Problem(path, got, wanted, "choose a dim of every leaf")])
     dim %= first.dim()
     size, wanted = first.shape[dim], f"{first.shape[dim]} elements in dim {dim}, as {path}"
-    raise_problems(
-        title,
-        [
-            Problem(at, f"shape {tuple(x.shape)}", wanted)
-            for at, x in rows
-            if x.dim() <= dim or x.shape[dim] != size
-        ],
-    )
+    if wrong := [
+        Problem(at, f"shape {tuple(x.shape)}", wanted)
+        for at, x in rows
+        if x.dim() <= dim or x.shape[dim] != size
+    ]:
+        _refuse_elements(wrong)
     return dim
+
+
+def _refuse_elements(problems: list[Problem], error: type[Exception] = ValueError) -> NoReturn:
+    title = f"associative_scan at {user_line()} cannot use these elements"
+    raise_problems(title, problems, error)
+    raise AssertionError("unreachable")
 
 
 def _check_result(like: tree.Tree, made: tree.Tree) -> Leaves:
     """The leaves of what `fn` returned, which must be as its first argument."""
     names = "the first argument of fn", "what it returned"
     found = tree.same_structure(like, made, names=names)
-    raise_problems(
-        f"associative_scan at {user_line()}: fn must return an element like those it takes",
-        [
-            Problem(path or "result", _describe(new), _describe(old), "cast or reshape it in fn")
-            for path, old, new in zip(tree.paths(like), tree.leaves(like), found, strict=True)
-            if _describe(old) != _describe(new)
-        ],
-    )
+    before = tree.leaves(like)
+    kinds = [(_describe(old), _describe(new)) for old, new in zip(before, found, strict=True)]
+    if any(old != new for old, new in kinds):
+        raise_problems(
+            f"associative_scan at {user_line()}: fn must return an element like those it takes",
+            [
+                Problem(path or "result", new, old, "cast or reshape it in fn")
+                for path, (old, new) in zip(tree.paths(like), kinds, strict=True)
+                if old != new
+            ],
+        )
     return found
 
 

@@ -123,6 +123,9 @@ def dynamic_update_slice_in_dim(
     As `dynamic_update_slice`, with n the size of `update` there. In other dims `update` begins at 0
     and may be smaller, too.
 
+    >>> lax.dynamic_update_slice_in_dim(torch.arange(5), torch.tensor([9, 9]), torch.tensor(-1), 0)
+    tensor([0, 1, 2, 9, 9])
+
     Raises:
         ValueError: there is no such dim, or `update` is larger than `operand`.
         TypeError: the index is no integer, or the dtypes differ.
@@ -140,6 +143,9 @@ def dynamic_update_index_in_dim(
     operand: torch.Tensor, update: torch.Tensor, index: RowIndex, axis: int
 ) -> torch.Tensor:
     """y = operand with ``y[index] = update``, in dim `axis`, which `update` has with size 1 or not.
+
+    >>> lax.dynamic_update_index_in_dim(torch.arange(5), torch.tensor(9), torch.tensor(2), 0)
+    tensor([0, 1, 9, 3, 4])
 
     Raises:
         ValueError, TypeError: as `dynamic_update_slice_in_dim`.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import functools
+import inspect
 from types import SimpleNamespace
 
 import jax
@@ -140,9 +142,17 @@ def test_indices_and_operands_of_any_dtype(dtype):
             assert put.tolist() == torch.stack(want).tolist()
 
 
-def test_examples():
-    rows = lax.dynamic_slice(torch.arange(12).view(3, 4), (torch.tensor(1), 9), (2, 2))
-    assert rows.tolist() == [[6, 7], [10, 11]]
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n.startswith("dynamic")] + ["associative_scan"]
+)
+def test_examples_run(name):
+    text = inspect.getdoc(getattr(lax, name)) or ""
+    names = {"torch": torch, "lax": lax}
+    example = doctest.DocTestParser().get_doctest(text, names, name, None, None)
+    assert example.examples
+    report: list[str] = []
+    doctest.DocTestRunner().run(example, out=report.append)
+    assert "".join(report) == ""
 
 
 def wrong(name, *args, **kwargs):
