@@ -203,6 +203,15 @@ def test_replicated_elements_are_counted():
     assert ranks(torch.ones(1)).tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("spec", [P(None, "tp"), P("tp")])
+def test_partitions(spec):
+    """A scan that was written for one device, where other dims are split, or its own."""
+    x = torch.rand(6, 4, dtype=torch.float64)
+    both = lambda x: ft.value_and_grad(lambda x: lax.associative_scan(parallel, x).sin().sum())(x)
+    got = ft.partition(both, Mesh(tp=2), spec, (P(), spec))(x)
+    torch.testing.assert_close(got, both(x), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.distributed
 def test_on_processes(torchrun):
     done = torchrun(Path(__file__).with_name("gloo_scans.py"), 2)

@@ -129,6 +129,20 @@ def test_is_jaxs(case, context, life):
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("spec", [P(None, "tp"), P("tp")])
+def test_partitions(spec):
+    """Slices that were written for one device, where other dims are split, or their own."""
+    x, index = torch.from_numpy(draw(6, 4)), torch.tensor(3)
+
+    def loss(x, index):
+        y = lax.dynamic_slice_in_dim(x, index, 2) ** 3
+        return lax.dynamic_update_slice_in_dim(x, y, index - 2, 0).sin().sum()
+
+    both = ft.value_and_grad(loss)
+    got = ft.partition(both, Mesh(tp=2), (spec, P()), (P(), spec))(x, index)
+    torch.testing.assert_close(got, both(x, index), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
 def test_indices_and_operands_of_any_dtype(dtype):
     for operand in (torch.arange(7), torch.arange(7) % 2 == 0, torch.arange(7).to(torch.bfloat16)):
