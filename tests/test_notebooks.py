@@ -91,6 +91,7 @@ APPLICATIONS = {
     "11_a_trillion_parameters": "planner",
     "12_partition_a_module": "planner",
     "13_from_megatron": "megatron",
+    "15_control_flow": "notebook",
 }
 """The application that a notebook is about or uses."""
 

@@ -3,6 +3,11 @@
 A thin layer over optree that adds slash-separated paths, prefix broadcasting with taught errors,
 and sizes in parameters and bytes. Dict keys are visited in sorted order, as in JAX. `None` holds
 no leaf.
+
+Names and arguments are those of `jax.tree` and `jax.tree_util`. A path is a string such as
+``"layers/0/w"``, also where JAX has a tuple of keys. What JAX has functions of a structure for,
+`Structure` has methods for: ``treedef_children(s)`` is ``s.children()``, ``treedef_is_leaf(s)``
+``s.is_leaf()``.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import dataclasses
 import functools
 import json
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,16 +47,79 @@ structure: Callable[..., Structure] = optree.tree_structure
 """``structure(tree, is_leaf=None)``: the structure, without leaves."""
 is_leaf: Callable[[Any], bool] = optree.tree_is_leaf
 """``is_leaf(value)``: whether it is no container (None is an empty container)."""
+all_leaves: Callable[..., bool] = optree.all_leaves
+"""``all_leaves(iterable, is_leaf=None)``: whether none of its items is a container."""
+Partial = optree.functools.partial
+"""``Partial(fn, *args, **kwargs)``: `functools.partial`, a tree of the arguments that it binds."""
 
 
-def register_dataclass(cls: type) -> type:
+def register_pytree_node(
+    nodetype: type,
+    flatten_func: Callable[[Any], tuple],
+    unflatten_func: Callable[[Any, tuple], Any],
+) -> None:
+    """Let instances of a class be nodes of trees, for this process; `jax.tree_util`'s.
+
+    Args:
+        nodetype: the class, not one of its subclasses.
+        flatten_func: ``value -> (children, rest)``, or ``(children, rest, names)`` with each
+            child's part of a path, by default its position. The rest belongs to the structure: it
+            is compared with ``==``.
+        unflatten_func: ``(rest, children) -> value``.
+
+    Raises:
+        ValueError: it is registered already.
+    """
+    library: Any = optree
+    everywhere = library.registry.__GLOBAL_NAMESPACE
+    library.register_pytree_node(nodetype, flatten_func, unflatten_func, namespace=everywhere)
+
+
+def register_pytree_node_class(cls: type) -> type:
+    """Let instances of a class be nodes of trees by its methods, which JAX's decorator asks for.
+
+    `register_pytree_node` with ``tree_flatten(self)`` and the class method
+    ``tree_unflatten(cls, rest, children)``.
+    """
+    made: Any = cls
+    register_pytree_node(cls, lambda value: value.tree_flatten(), made.tree_unflatten)
+    return cls
+
+
+def register_static(cls: type) -> type:
+    """Let instances of a class be nodes without leaves: parts of structures, compared by ``==``.
+
+    As `jax.tree_util.register_static`; a decorator.
+    """
+    register_pytree_node(cls, lambda value: ((), value), lambda value, _: value)
+    return cls
+
+
+def static(**settings: Any) -> Any:
+    """``dataclasses.field(**settings)`` of a field that belongs to the structure of a tree.
+
+    As `jax.tree.static`, for `register_dataclass`.
+    """
+    metadata = {"static": True, **settings.pop("metadata", {})}
+    return dataclasses.field(**settings, metadata=metadata)
+
+
+def register_dataclass(
+    cls: type, data_fields: Sequence[str] | None = None, meta_fields: Sequence[str] | None = None
+) -> type:
     """Let instances of a dataclass be nodes of trees, with its fields as children.
 
     As `jax.tree_util.register_dataclass`; also a decorator. A field's name is its part of a path.
     It is known to this process from then on, as classes are: call it where the class is defined.
 
+    Args:
+        data_fields: those that are children; None: all but `meta_fields`.
+        meta_fields: those that belong to the structure, compared by ``==``; None: those made by
+            `static`.
+
     Raises:
-        TypeError: it is not a dataclass, or a field is not an argument of it.
+        TypeError: it is not a dataclass, or a field is not an argument of it, or is in neither
+            list or in both.
         ValueError: it is registered already.
     """
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
@@ -62,14 +130,26 @@ def register_dataclass(cls: type) -> type:
             f"register_dataclass: got {cls.__name__} with fields {bad} that its instances are not "
             "made of; wanted fields that are arguments; fix: make those properties"
         )
-    names = tuple(field.name for field in fields)
-    library: Any = optree
-    library.register_pytree_node(
-        cls,
-        lambda value: (tuple(getattr(value, name) for name in names), None, names),
-        lambda _, children: cls(**dict(zip(names, children, strict=True))),
-        namespace=library.registry.__GLOBAL_NAMESPACE,
-    )
+    if meta_fields is None:
+        meta_fields = [field.name for field in fields if field.metadata.get("static")]
+    rest = tuple(meta_fields)
+    others = [field.name for field in fields if field.name not in rest]
+    names = tuple(others if data_fields is None else data_fields)
+    if sorted((*names, *rest)) != sorted(field.name for field in fields):
+        raise TypeError(
+            f"register_dataclass: got data_fields={[*names]}, meta_fields={[*rest]}; wanted each "
+            f"field of {cls.__name__} once: {[field.name for field in fields]}"
+        )
+
+    def divide(value: Any) -> tuple:
+        children = tuple(getattr(value, name) for name in names)
+        return children, tuple(getattr(value, name) for name in rest), names
+
+    def build(meta: tuple, children: tuple) -> Any:
+        pairs = zip((*names, *rest), (*children, *meta), strict=True)
+        return cls(**dict(pairs))
+
+    register_pytree_node(cls, divide, build)
     return cls
 
 
@@ -97,6 +177,136 @@ def _paths(shape: Structure) -> tuple[str, ...]:
 def items(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """The path of every leaf, as of `paths`, and the leaf itself, in leaf order."""
     return list(zip(paths(tree, is_leaf), leaves(tree, is_leaf), strict=True))
+
+
+leaves_with_path = items
+"""``leaves_with_path(tree, is_leaf=None)``: `items`, by JAX's name."""
+
+
+def flatten_with_path(
+    tree: Tree, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[str, Any]], Structure]:
+    """The path and the leaf of every leaf, in leaf order, and the structure of the tree.
+
+    >>> tree.flatten_with_path({"a": [1, 2]})
+    ([('a/0', 1), ('a/1', 2)], PyTreeSpec({'a': [*, *]}))
+    """
+    return items(tree, is_leaf), structure(tree, is_leaf)
+
+
+def all(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> bool:  # noqa: A001
+    """Whether all leaves are true, each by itself; True of a tree without leaves.
+
+    >>> tree.all(tree.map(torch.equal, {"a": torch.ones(2)}, {"a": torch.ones(2)}))
+    True
+    """
+    return builtins.all(leaves(tree, is_leaf))
+
+
+def reduce(
+    function: Callable[[Any, Any], Any],
+    tree: Tree,
+    initializer: Any = ...,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """``function(... function(function(initializer, leaf_0), leaf_1) ...)``, in leaf order.
+
+    >>> tree.reduce(lambda total, x: total + x.numel(), [torch.ones(2, 3), torch.ones(1)], 0)
+    7
+
+    Raises:
+        ValueError: there are no leaves and no `initializer`.
+    """
+    flat = leaves(tree, is_leaf)
+    start = [] if initializer is ... else [initializer]
+    _check_not_empty("reduce", "initializer", [*start, *flat])
+    return functools.reduce(function, flat, *start)
+
+
+def reduce_associative(
+    operation: Callable[[Any, Any], Any],
+    tree: Tree,
+    *,
+    identity: Any = ...,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """All leaves combined in order by an associative function, halves of them by themselves first.
+
+    >>> tree.reduce_associative(lambda a, b: f"({a}{b})", list("abcde"))
+    '((ab)(c(de)))'
+
+    Args:
+        identity: the result of a tree without leaves.
+
+    Raises:
+        ValueError: there are no leaves and no `identity`.
+    """
+
+    def combine(part: list) -> Any:
+        half = len(part) // 2
+        return operation(combine(part[:half]), combine(part[half:])) if half else part[0]
+
+    flat = leaves(tree, is_leaf)
+    if not flat and identity is not ...:
+        return identity
+    _check_not_empty("reduce_associative", "identity", flat)
+    return combine(flat)
+
+
+def _check_not_empty(name: str, argument: str, values: list) -> None:
+    if not values:
+        wanted = f"at least one, or what to return without: {argument}="
+        raise ValueError(f"tree.{name}: got a tree without leaves; wanted {wanted}")
+
+
+def transpose(outer: Structure, inner: Structure | None, tree: Tree) -> Tree:
+    """A tree of structure `inner` of trees of structure `outer`, from one of `outer` of `inner`.
+
+    >>> rows = [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
+    >>> tree.transpose(tree.structure([0, 0]), None, rows)
+    {'a': [1, 3], 'b': [2, 4]}
+
+    Args:
+        inner: None: that of the first subtree.
+
+    Raises:
+        ValueError: `tree` is not of these structures; every path that differs is named.
+    """
+    names = "the outer structure", "the tree"
+    like = unflatten(outer, range(outer.num_leaves))
+    rows = same_structure(like, tree, names=names)
+    if inner is None:
+        if not rows:
+            raise ValueError("tree.transpose: got no subtree; wanted the inner structure; pass it")
+        inner = structure(rows[0])
+    small = unflatten(inner, range(inner.num_leaves))
+    parts = [
+        same_structure(small, row, names=("the inner structure", f"the subtree {path}"))
+        for path, row in zip(paths(like), rows, strict=True)
+    ]
+    columns = zip(*parts, strict=True) if parts else [()] * inner.num_leaves
+    return unflatten(inner, [unflatten(outer, column) for column in columns])
+
+
+def broadcast(
+    prefix_tree: Tree, full_tree: Tree, is_leaf: Callable[[Any], bool] | None = None
+) -> Tree:
+    """`full_tree` with the leaf of `prefix_tree` above each leaf in the place of it.
+
+    >>> tree.broadcast({"a": 0.1, "b": 1.0}, {"a": [1, 2], "b": 3})
+    {'a': [0.1, 0.1], 'b': 1.0}
+
+    Args:
+        is_leaf: ends `prefix_tree` where it holds.
+
+    Raises:
+        ValueError: it is no prefix; every path that differs is named.
+    """
+    names = "the prefix", "the full tree"
+    parts = same_structure(prefix_tree, full_tree, is_leaf=is_leaf, names=names)
+    rows = zip(leaves(prefix_tree, is_leaf), parts, strict=True)
+    filled = [map(lambda _: entry, part) for entry, part in rows]
+    return unflatten(structure(prefix_tree, is_leaf), filled)
 
 
 def map(  # noqa: A001  (read as tree.map, like jax.tree.map)
@@ -216,7 +426,7 @@ def broadcast_prefix(
         ValueError: `prefix` is not a prefix of `tree`; each place that differs is named.
     """
     entries, shape = optree.tree_flatten(prefix, none_is_leaf=is_leaf is not None)
-    if is_leaf is None or all(map(is_leaf, entries)):
+    if is_leaf is None or builtins.all(builtins.map(is_leaf, entries)):
         try:
             parts = shape.flatten_up_to(tree)
             rows = zip(entries, parts, strict=True)

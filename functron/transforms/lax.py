@@ -1,7 +1,9 @@
 """``functron.lax``: collectives, loops and branches of per-rank programs, by JAX's names.
 
 Collectives are in `functron.spmd.collectives`, branches and loops in
-`functron.transforms.control_flow` and `functron.transforms.scan`.
+`functron.transforms.control_flow` and `functron.transforms.scan`, scans of associative functions in
+`functron.transforms.associative_scan`, slices at indices known when a program runs in
+`functron.transforms.indexing`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
         ragged_all_to_all,
         stop_gradient,
     )
+    from functron.transforms.associative_scan import associative_scan
     from functron.transforms.control_flow import (
         cond,
         fori_loop,
@@ -35,6 +38,14 @@ if TYPE_CHECKING:
         select_n,
         switch,
         while_loop,
+    )
+    from functron.transforms.indexing import (
+        dynamic_index_in_dim,
+        dynamic_slice,
+        dynamic_slice_in_dim,
+        dynamic_update_index_in_dim,
+        dynamic_update_slice,
+        dynamic_update_slice_in_dim,
     )
     from functron.transforms.scan import scan
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
+import inspect
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -98,6 +100,96 @@ def test_what_is_a_prefix_is_what_jax_says(prefix, full):
 
 def test_docstring_example():
     assert tree.broadcast_prefix({"a": "x", "b": "y"}, {"a": [1, 2], "b": 3}) == ["x", "x", "y"]
+
+
+@pytest.mark.parametrize(
+    "name", ["all", "reduce", "reduce_associative", "transpose", "broadcast", "flatten_with_path"]
+)
+def test_examples_run(name):
+    text = inspect.getdoc(getattr(tree, name)) or ""
+    example = doctest.DocTestParser().get_doctest(
+        text, {"torch": torch, "tree": tree}, name, None, None
+    )
+    assert example.examples
+    report: list[str] = []
+    doctest.DocTestRunner().run(example, out=report.append)
+    assert "".join(report) == ""
+
+
+def test_has_all_that_jaxs_has():
+    """Paths are strings here, and structures have methods: what is about either is left out."""
+    names = {name for name in dir(jax.tree) if not name.startswith("_")}
+    assert names <= {*dir(tree)}
+    of_keys = {"keystr", "register_pytree_with_keys", "register_pytree_with_keys_class"}
+    of_keys |= {"flatten_one_level_with_keys", "flatten_one_level", "default_registry"}
+    util = {
+        name.removeprefix("tree_")
+        for name in dir(jax.tree_util)
+        if name[0].islower() or name == "Partial"
+    }
+    assert {n for n in util if n not in dir(tree)} == {
+        *of_keys, "treedef_children", "treedef_is_leaf", "treedef_tuple", "is_tree_node",
+    }  # fmt: skip
+
+
+@given(TREES)
+def test_reductions(value):
+    join = lambda a, b: f"({a} {b})"
+    assert tree.reduce(join, value, "start") == jax.tree.reduce(join, value, "start")
+    got = tree.reduce_associative(join, value, identity="none")
+    assert got == jax.tree.reduce_associative(join, value, identity="none")
+    assert tree.all(value) is jax.tree.all(value)
+    if jax.tree.leaves(value):
+        assert tree.reduce(join, value) == jax.tree.reduce(join, value)
+    else:
+        for reduce in (tree.reduce, tree.reduce_associative):
+            with pytest.raises(ValueError, match="got a tree without leaves; wanted at least one"):
+                reduce(join, value)
+
+
+@given(TREES)
+def test_leaves_with_paths(value):
+    rows = list(zip(jax_paths(value), jax.tree.leaves(value), strict=True))
+    assert tree.leaves_with_path(value) == rows
+    assert tree.flatten_with_path(value) == (rows, tree.structure(value))
+    assert tree.all_leaves(jax.tree.leaves(value))
+    assert not tree.all_leaves([1, {"a": 2}])
+    assert tree.all_leaves([1, {"a": 2}], lambda x: isinstance(x, dict))
+
+
+@given(TREES, TREES)
+def test_transpose(outer, inner):
+    value = tree.map(lambda a: tree.map(lambda b: f"{a} {b}", inner), outer)
+    shapes = tree.structure(outer), tree.structure(inner)
+    if tree.leaves(outer):
+        want = jax.tree.transpose(jax.tree.structure(outer), jax.tree.structure(inner), value)
+        assert tree.transpose(*shapes, value) == tree.transpose(shapes[0], None, value) == want
+    else:
+        assert tree.transpose(*shapes, value) == tree.map(lambda _: outer, inner)
+
+
+@given(prefixes())
+def test_broadcast(pair):
+    assert tree.broadcast(*pair) == jax.tree.broadcast(*pair)
+    pruned = lambda x: isinstance(x, dict)
+    assert tree.broadcast(*pair, pruned) == jax.tree.broadcast(*pair, pruned)
+
+
+def test_wrong_transposes_and_broadcasts_name_every_place():
+    outer = tree.structure([0, 0])
+    calls = {
+        r"\(root\): got .*list": lambda: tree.transpose(outer, None, (1, 2)),
+        r"the subtree 1 .*(?s:.)*a: got nothing.*(?s:.)*b: got a leaf": lambda: tree.transpose(
+            outer, None, [{"a": 1}, {"b": 2}]
+        ),
+        "got no subtree; wanted the inner": lambda: tree.transpose(tree.structure([]), None, []),
+        r"(?s)the prefix.*b: got nothing in the full tree.*c: got a leaf": lambda: tree.broadcast(
+            {"a": 1, "b": 2}, {"a": [1], "c": 3}
+        ),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_is_leaf_ends_the_prefix():
@@ -250,3 +342,75 @@ def test_registered_dataclasses_are_trees():
     assert torch.equal(f(value), 2 * value.w)
     with pytest.raises(TypeError, match="made by @dataclass"):
         tree.register_dataclass(dict)
+
+
+def test_fields_may_belong_to_the_structure():
+    @tree.register_dataclass
+    @dataclasses.dataclass
+    class Layer:
+        w: torch.Tensor
+        kind: str = tree.static(default="relu", metadata={"doc": "a function"})
+
+    @dataclasses.dataclass
+    class Named:
+        name: str
+        b: int
+        a: int
+
+    assert tree.register_dataclass(Named, ["a", "b"], ["name"]) is Named
+    assert tree.items(Named("n", 1, 2)) == [("a", 2), ("b", 1)]
+    assert tree.map(lambda x: x + 1, Named("n", 1, 2)) == Named("n", 2, 3)
+    assert tree.structure(Named("n", 1, 2)) != tree.structure(Named("m", 1, 2))
+
+    apply = {"relu": torch.relu, "sin": torch.sin}
+    loss = lambda layer: apply[layer.kind](layer.w).sum()
+    w = torch.tensor([-1.0, 1.0])
+    for kind, fn in apply.items():
+        got = ft.jit(ft.grad(loss), backend="eager")(Layer(w, kind))
+        assert got.kind == kind
+        torch.testing.assert_close(got.w, torch.func.grad(lambda w, fn=fn: fn(w).sum())(w))
+    with pytest.raises(TypeError, match=r"data_fields=\['w'\], .*wanted each field of Other once"):
+        tree.register_dataclass(dataclasses.make_dataclass("Other", ["w", "v"]), ["w"], [])
+
+
+def test_registered_classes_are_trees():
+    class Pair:
+        def __init__(self, first, second):
+            self.first, self.second = first, second
+
+    tree.register_pytree_node(
+        Pair,
+        lambda p: ((p.first, p.second), None, ("first", "second")),
+        lambda _, children: Pair(*children),
+    )
+    assert tree.items({"p": Pair(1, [2])}) == [("p/first", 1), ("p/second/0", 2)]
+
+    @tree.register_pytree_node_class
+    class Scaled(Pair):
+        def tree_flatten(self):
+            return (self.first,), self.second
+
+        @classmethod
+        def tree_unflatten(cls, second, children):
+            return cls(*children, second)
+
+    moved = ft.grad(lambda p: (p.first * p.second).sum())(Scaled(torch.ones(2), 3.0))
+    assert (moved.first.tolist(), moved.second) == ([3.0, 3.0], 3.0)
+
+    @tree.register_static
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        power: int
+
+    program = ft.shard_map(
+        lambda x, options: x**options.power, ft.Mesh(dp=2), (ft.P("dp"), ft.P()), ft.P("dp")
+    )
+    assert program(torch.tensor([2.0, 3.0]), Options(3)).tolist() == [8.0, 27.0]
+    assert tree.leaves([Options(3)]) == []
+
+
+def test_partial_is_a_tree_of_what_it_binds():
+    layer = tree.Partial(torch.mul, torch.tensor(3.0))
+    assert tree.leaves(layer) == [torch.tensor(3.0)]
+    slope = ft.grad(lambda f: f(torch.tensor(2.0)))(layer)
+    assert tree.leaves(slope) == [torch.tensor(2.0)]
