@@ -21,13 +21,55 @@ The convention:
 - `Float` is any floating dtype, `Int` any signed and `Integer` any integer, `Bool` masks,
   `Shaped` anything; a module that fixes a dtype says so in its docstring.
 - Trees (parameters, states, batches) are annotated `Tree`, not leaf by leaf.
+
+How a value lies on a mesh stands behind an ``@``: ``Float[Tensor, "batch embed"] @ P("dp")``, and
+`Partial` and `Varying` for what a spec cannot say. `functron.debug.typed` checks it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from torch import Tensor
+
+from functron.core.errors import refuse
+
+
+@dataclass(frozen=True, init=False)
+class Partial:
+    """In an annotation: ranks along these axes hold values whose sum is meant.
+
+    ``Float[Tensor, "batch embed"] @ P("dp") @ Partial("tp")``
+    """
+
+    axes: tuple[str, ...]
+
+    def __init__(self, *axes: str):
+        object.__setattr__(self, "axes", axes)
+
+    def __rmatmul__(self, hint: Any) -> Any:
+        return Annotated[hint, self]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.axes))})"
+
+
+class Varying(Partial):
+    """In an annotation: ranks along these axes hold different values, which no spec puts together.
+
+    ``Float[Tensor, "tokens embed"] @ Varying("ep")``
+    """
+
+
+@dataclass(frozen=True)
+class Dims:
+    """In an annotation: the names of dtypes (None: any), and words for dims."""
+
+    dtypes: tuple[str, ...] | None
+    text: str
+
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Integer, Shaped
@@ -37,12 +79,19 @@ else:
     except ImportError:
 
         class _Unchecked:
-            """`_Unchecked()[Tensor, "batch seq"]` is `Tensor`."""
+            """`_Unchecked(dtypes)[Tensor, "batch seq"]` is `Tensor` with `Dims`."""
+
+            def __init__(self, dtypes: tuple[str, ...] | None):
+                self.dtypes = dtypes
 
             def __getitem__(self, array_and_dims: tuple[Any, str]) -> Any:
-                return array_and_dims[0]
+                array, text = array_and_dims
+                return Annotated[array, Dims(self.dtypes, text)]
 
-        Bool = Float = Int = Integer = Shaped = _Unchecked()
+        _SIGNED = tuple(f"int{bits}" for bits in (8, 16, 32, 64))
+        _FLOATS = ("float16", "bfloat16", "float32", "float64")
+        Bool, Float, Shaped = _Unchecked(("bool",)), _Unchecked(_FLOATS), _Unchecked(None)
+        Int, Integer = _Unchecked(_SIGNED), _Unchecked((*_SIGNED, *(f"u{n}" for n in _SIGNED)))
 
 Key: TypeAlias = Int[Tensor, "2"]
 """A random key, as `functron.random.key` makes it."""
@@ -50,4 +99,67 @@ Key: TypeAlias = Int[Tensor, "2"]
 Scalar: TypeAlias = Float[Tensor, ""]
 """A loss, norm or rate: a floating tensor without dims."""
 
-__all__ = ["Bool", "Float", "Int", "Integer", "Key", "Scalar", "Shaped", "Tensor"]
+_WORD = re.compile(r"(?P<mark>[*#]*)(?P<name>[A-Za-z]\w*)?$")
+
+
+def match_dims(path: str, text: str, shape: tuple[int, ...], sizes: dict[str, Any]) -> str:
+    """What is wrong with a shape by words for its dims; "" where nothing is.
+
+    Args:
+        path: of the value, for messages.
+        text: the words, as in `Dims`.
+        sizes: of words that came up before; those of these are added.
+
+    Raises:
+        ValueError: the words say no shape.
+    """
+    words = text.split()
+    several = [i for i, w in enumerate(words) if w == "..." or re.match(r"#?\*", w)]
+    if len(several) > 1:
+        refuse("an annotation says no shape", path, repr(text), "one '*' or '...' at most")
+    count = len(shape) - len(words) + len(several)
+    if count < 0 or (not several and len(shape) != len(words)):
+        return f"give it {len(words) - len(several)} dims, or annotate {len(shape)}"
+    rows: list[tuple[str, Any]] = []
+    place = 0
+    for i, word in enumerate(words):
+        size = count if i in several else 1
+        rows.append((word, shape[place : place + size] if i in several else shape[place]))
+        place += size
+    for word, size in rows:
+        if (wrong := _match_word(path, word, size, sizes)) is not None:
+            return wrong
+    return ""
+
+
+def _match_word(path: str, word: str, size: Any, sizes: dict[str, Any]) -> str | None:
+    found = _WORD.match(word.partition("=")[2] or word)
+    if word in ("...", "_") or word.startswith("_"):
+        return None
+    if found and found["name"]:
+        mark, name = found["mark"], found["name"]
+        known = sizes.setdefault(f"*{name}" if "*" in mark else name, size)
+        if known == size or ("#" in mark and size in (1, ())):
+            return None
+        return f"{name!r} is {known} elsewhere in this call, and {size} here"
+    try:
+        own = {k: v for k, v in sizes.items() if not k.startswith("*")}
+        wanted = eval(word.partition("=")[2] or word, {"__builtins__": {}}, own)
+    except (NameError, SyntaxError, TypeError) as error:
+        refuse("an annotation says no shape", path, repr(word), f"a dim ({error})",
+               "a word, a number, or a sum of words that stand before it")  # fmt: skip
+    return None if wanted == size else f"a dim of {wanted} ({word}), not {size}"
+
+
+__all__ = [
+    "Bool",
+    "Float",
+    "Int",
+    "Integer",
+    "Key",
+    "Partial",
+    "Scalar",
+    "Shaped",
+    "Tensor",
+    "Varying",
+]

@@ -25,6 +25,7 @@ from functron.program.interpreter import run_in_lockstep
 from functron.program.memory import memory
 from functron.program.recorder import Recorder, active, keeper
 from functron.program.timeline import timeline
+from functron.program.types import type_of_value
 from functron.spmd.axes import enter, scope
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import MappedFunction
@@ -49,6 +50,7 @@ class Program(Code):
     cost = public(cost)
     memory = public(memory)
     timeline = public(timeline)
+    typeof = public(type_of_value)
 
     def __str__(self) -> str:
         return text.format(self)
@@ -199,7 +201,7 @@ class _Trace:
             TypeError,
         )
         specs = self._flatten_specs(leaves, paths)
-        inputs: list[Input] = []
+        inputs = self.recorder.given
         fakes: list[Any] = []
         for leaf, path, spec in zip(leaves, paths, specs, strict=True):
             if not isinstance(leaf, torch.Tensor):
@@ -218,9 +220,6 @@ class _Trace:
         ):
             result = self.fn(*tree.unflatten(structure, fakes))
             outputs, out_structure = self._flatten_outputs(result)
-        inputs += [
-            Input(var, name, P(name), role="axis_index") for name, (_, var) in self.indices.items()
-        ]
         if keeper() is None:  # `functron.partition` asks at each call
             refuse_tracked(self.name, self.recorder.constants.values())
         inputs += [
@@ -280,7 +279,9 @@ class _Trace:
     def _axis_index(self, name: str) -> torch.Tensor:
         if name not in self.indices:
             fake = self.recorder.empty((), (), torch.int64, "cpu")
-            self.indices[name] = (fake, self.recorder.input(fake, f"{name}_index", root=True))
+            var = self.recorder.input(fake, f"{name}_index", root=True)
+            self.indices[name] = (fake, var)
+            self.recorder.given.append(Input(var, name, P(name), role="axis_index"))
         return self.indices[name][0]
 
     def _flatten_outputs(self, result: Any) -> tuple[list[Output], tree.Structure]:

@@ -322,6 +322,7 @@ class Scope:
         shares: in a simulation that is checked, a level of size 1 at which ranks' shares of
             gradients are batched, and so is what is computed from them (`functron.spmd.simulate`).
         named: collects the axes that programs name; None: not collected.
+        given: the values that the program was called with on this rank, each with its spec.
     """
 
     axes: dict[str, Axis | None] = field(default_factory=dict)
@@ -331,6 +332,7 @@ class Scope:
     stages: StageAxis | None = None
     shares: SimulatedAxis | None = None
     named: set[str] | None = None
+    given: Sequence[tuple[Any, Any]] = ()
 
 
 _scope: contextvars.ContextVar[Scope] = contextvars.ContextVar("functron_scope", default=Scope())  # noqa: B039

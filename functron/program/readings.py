@@ -1,0 +1,793 @@
+"""What is known of how values lie on a mesh: readings, and how equations carry them on.
+
+A reading says of a value which axes split which of its dims, over which axes it is partial, and
+over which it differs in a way that is not known. An equation of this rank's shards is read as one
+of whole values by the rule of its operation, which gives dims letters as an einsum does, as rules
+of `functron.partitioning` do for whole values. What no rule tells is varying.
+
+A dim that several axes split, or one that was joined from others, has digits, major to minor: of
+every axis how many blocks of the dim a rank holds, each of them a part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from functron.program.equations import Block, Equation, Input, Scan, Var
+from functron.spmd.spec import P, dim_axes, spec_axes
+
+Digits = tuple[tuple[int, str], ...]
+"""The axes that split one dim, major to minor, each with how many blocks of it a rank holds."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is known of a value beside its shape.
+
+    Attributes:
+        dims: of every dim the axes that split it.
+        partial, varying, unknown: axes; those named nowhere hold the same.
+        fill: the number that stands everywhere in it; None: not known to be one.
+        minor: of every dim the one that was split off it and would be joined again, if any.
+        index: it is this rank's index on that axis, and nothing else.
+    """
+
+    dims: tuple[Digits, ...]
+    partial: frozenset[str] = frozenset()
+    varying: frozenset[str] = frozenset()
+    unknown: frozenset[str] = frozenset()
+    fill: float | None = None
+    minor: tuple[int | None, ...] = ()
+    index: str | None = None
+
+    @property
+    def split(self) -> dict[str, int]:
+        """The dim of every axis that splits one."""
+        return {axis: dim for dim, digits in enumerate(self.dims) for _, axis in digits}
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Those over which it is not the same."""
+        return self.partial | self.varying | self.unknown | frozenset(self.split)
+
+    def losing(self, axes: Collection[str]) -> Reading:
+        """The same, varying over these axes in a way that is not known."""
+        lost = frozenset(axes) - self.unknown
+        kept = self.without(lost)
+        return replace(kept, varying=kept.varying | lost)
+
+    def without(self, axes: Collection[str]) -> Reading:
+        """The same, replicated over these axes."""
+        gone = frozenset(axes)
+        dims = tuple(tuple(d for d in digits if d[1] not in gone) for digits in self.dims)
+        rest = (self.partial - gone, self.varying - gone, self.unknown - gone)
+        return Reading(dims, *rest, self.fill, self.minor)
+
+    def minor_of(self, dim: int) -> int | None:
+        return self.minor[dim] if self.minor else None
+
+
+def read_whole(value: Var, **fields: Any) -> Reading:
+    return Reading(((),) * len(value.shape), **fields)
+
+
+def read_spec(spec: P, num_dims: int, sizes: Mapping[str, int]) -> Reading:
+    rows = dim_axes(spec, num_dims)
+    return Reading(tuple(tuple((1, a) for a in axes if a in sizes) for axes in rows))
+
+
+def _join(one: Reading, other: Reading) -> Reading:
+    """What holds of both."""
+    if one.fill is not None and one.fill == other.fill:
+        return one
+    for constant, own in ((one, other), (other, one)):
+        if constant.fill is not None and not (own.partial and constant.fill):
+            return replace(own, fill=None, minor=(), index=None)
+    unknown = one.unknown | other.unknown
+    lost = one.varying | other.varying | (one.partial ^ other.partial)
+    for mine, others in zip(one.dims, other.dims, strict=True):
+        lost |= {a for _, a in (*mine, *others)} if mine != others else set()
+    kept = one.losing(lost - unknown).without(unknown)
+    return replace(kept, unknown=unknown, fill=None, minor=(), index=None)
+
+
+Labels = tuple[tuple[str, ...], ...]
+"""Of every dim of a value its letters, major to minor; a dim that is broadcast has none."""
+
+
+@dataclass(frozen=True)
+class _DimRule:
+    """How the dims of an equation's operands and results belong together, as an einsum says it.
+
+    Attributes:
+        operands, results: their letters.
+        sizes: of the letters, on this rank.
+        summed: letters that results lack since they are summed.
+        whole: letters along which the operation is another one on parts.
+        linear: sets of operands, by position, in which it is linear together.
+        fills: results are one number everywhere where operands are.
+        source: of a view or a copy, the dims of the operand that dims of the result are, or are the
+            last part of.
+        minor: the dims of the result that are split off others; see `Reading`.
+    """
+
+    operands: tuple[Labels, ...]
+    results: tuple[Labels, ...]
+    sizes: Mapping[str, int]
+    summed: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    fills: bool = False
+    source: Mapping[int, int] = field(default_factory=dict)
+    minor: Mapping[int, int] = field(default_factory=dict)
+
+
+def _letters_of(
+    labels: Labels, reading: Reading, sizes: Mapping[str, int]
+) -> tuple[dict[str, Digits], set[str]]:
+    """The digits of every letter of an operand, and the axes that are at none of them."""
+    found: dict[str, Digits] = {}
+    lost: set[str] = set()
+    for letters, digits in zip(labels, reading.dims, strict=True):
+        found |= dict.fromkeys(letters, ())
+        for blocks, axis in digits:
+            start, options = 1, []
+            for letter in letters:
+                inner, size = blocks // start, sizes[letter]
+                # a boundary between letters is the start of the second
+                inside = inner < size or size == 1 or letter == letters[-1]
+                if inner and blocks % start == 0 and size % inner == 0 and inside:
+                    options.append((letter, inner))
+                start *= max(size, 1)
+            if len(options) != 1:  # several: letters of size 1, of which any may be meant
+                lost.add(axis)
+                continue
+            letter, inner = options[0]
+            found[letter] = (*found[letter], (inner, axis))
+    return found, lost
+
+
+def _apply(rule: _DimRule, operands: Sequence[Reading]) -> list[Reading]:
+    """The readings of the results of an equation with this rule."""
+    unknown = frozenset().union(*(x.unknown for x in operands))
+    lost: set[str] = set().union(*(x.varying for x in operands))
+    letters: dict[str, Digits] = {}
+    for labels, x in zip(rule.operands, operands, strict=True):
+        if x.fill is not None:  # its parts are those of any split
+            continue
+        found, none = _letters_of(labels, x, rule.sizes)
+        lost |= none
+        for letter, digits in found.items():
+            if letters.setdefault(letter, digits) != digits:
+                lost |= {axis for _, axis in (*digits, *letters[letter])}
+    places = [axis for digits in letters.values() for _, axis in digits]
+    lost |= {axis for axis in places if places.count(axis) > 1}
+    lost |= {axis for letter in rule.whole for _, axis in letters.get(letter, ())}
+    partial = frozenset().union(*(x.partial for x in operands))
+    for axis in partial:
+        own = {i for i, x in enumerate(operands) if axis in x.partial}
+        able = own | {i for i, x in enumerate(operands) if x.fill == 0}
+        if axis in places or not any(own <= s <= able for s in rule.linear):
+            lost.add(axis)
+    fill = None
+    if rule.fills and None not in (fills := {x.fill for x in operands}):
+        fill = 0.0 if fills == {0.0} and rule.linear else math.nan
+    made = []
+    for labels in rule.results:
+        dims = []
+        for row in labels:
+            start, digits = 1, []
+            for letter in row:
+                digits += [(start * blocks, axis) for blocks, axis in letters.get(letter, ())]
+                start *= rule.sizes[letter]
+            dims.append(tuple(digits))
+        kept = {axis for digits in dims for _, axis in digits}
+        summed = {a for letter in rule.summed for _, a in letters.get(letter, ())}
+        gone = (lost | ({*places} - kept - summed)) - unknown
+        reading = Reading(tuple(dims), partial | (summed - kept)).losing(gone).without(unknown)
+        minor = _follow_minor(rule, operands[0], len(dims)) if rule.source else ()
+        made.append(replace(reading, unknown=unknown, fill=fill, minor=minor))
+    return made
+
+
+def _follow_minor(rule: _DimRule, x: Reading, num_dims: int) -> tuple[int | None, ...]:
+    """The minor dim of every dim of a result; see `Reading`."""
+    found: list[int | None] = []
+    for dim in range(num_dims):
+        old = rule.source.get(dim)
+        was = None if old is None else x.minor_of(old)
+        goes = next((new for new, o in rule.source.items() if o == was), None)
+        found.append(rule.minor.get(dim, None if was is None else goes))
+    return tuple(found)
+
+
+# --- the rules of operations
+
+
+def _dims(shape: Sequence[int], prefix: str = "d") -> Labels:
+    return tuple((f"{prefix}{i}",) for i in range(len(shape)))
+
+
+def _make(equation: Equation, operands, results, **fields: Any) -> _DimRule:
+    """A rule whose letters have the sizes of the dims that they are alone in."""
+    sizes: dict[str, int] = dict(fields.pop("sizes", {}))
+    rows = zip((*equation.operands, *equation.results), (*operands, *results), strict=True)
+    for value, labels in rows:
+        for size, row in zip(value.shape, labels, strict=True):
+            if len(row) == 1:
+                sizes.setdefault(row[0], size)
+    fields |= {k: frozenset(fields[k]) for k in ("summed", "whole") if k in fields}
+    fields |= {"linear": tuple(map(frozenset, fields.get("linear", ())))}
+    return _DimRule(tuple(operands), tuple(results), sizes, **fields)
+
+
+def _pointwise(equation: Equation, linear: Sequence[Sequence[int]] = ()) -> _DimRule:
+    """An operation on elements, with broadcasting.
+
+    Args:
+        linear: sets of arguments, by position among all.
+    """
+    values = (*equation.operands, *equation.results)
+    shape = torch.broadcast_shapes(*(v.shape for v in values))
+    full = _dims(shape)
+
+    def align(value: Var) -> Labels:
+        offset = len(shape) - len(value.shape)
+        return tuple(full[offset + i] if n == shape[offset + i] else ()
+                     for i, n in enumerate(value.shape))  # fmt: skip
+
+    places = {id(a): k for k, a in enumerate(equation.operands)}
+    args = [places.get(id(a)) if isinstance(a, Var) else None for a in equation.args]
+    sets = [[args[i] for i in row] for row in linear if len(args) > max(row)]
+    alone = len(equation.operands) == 1 and equation.operands[0].shape == shape
+    return _make(
+        equation,
+        [align(v) for v in equation.operands],
+        [align(v) for v in equation.results],
+        linear=[row for row in sets if None not in row],
+        fills=True,
+        source={d: d for d in range(len(shape))} if alone else {},
+    )
+
+
+def _product(text: str, added: bool = False):
+    """A product that sums over the letters that its result lacks; `added` to its first operand."""
+    left, _, right = text.partition("->")
+    rows = [tuple((letter,) for letter in word) for word in left.split(",")]
+
+    def rule(equation: Equation) -> _DimRule:
+        operands, out = list(rows), tuple((letter,) for letter in right)
+        gone = {letter for row in rows for (letter,) in row if letter not in right}
+        linear: list = [{0}, {1}]
+        if added:
+            first = equation.operands[0].shape
+            shape = equation.results[0].shape[len(out) - len(first) :]
+            last = zip(out[len(out) - len(first) :], first, shape, strict=True)
+            bias = tuple(row if n == size else () for row, n, size in last)
+            operands, linear = [bias, *rows], [{0, 1}, {0, 2}]
+        fields: dict[str, Any] = {"whole": gone} if added else {"summed": gone}
+        return _make(equation, operands, [out], linear=linear, **fields)
+
+    return rule
+
+
+def _argument(equation: Equation, name: str, default: Any = None) -> Any:
+    """An argument by the name that the operation's schema gives it."""
+    op: Any = equation.op
+    if name in equation.kwargs:
+        return equation.kwargs[name]
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == name:
+            given = equation.args[position : position + 1]
+            return given[0] if given else (argument.default_value if argument.has_default_value()
+                                           else default)  # fmt: skip
+    return default
+
+
+def _dims_of(equation: Equation, name: str = "dim") -> list[int]:
+    """The dims that an argument names, of the first operand; all where it names none."""
+    count = len(equation.operands[0].shape)
+    given = _argument(equation, name)
+    if given is None or given == []:
+        return list(range(count))
+    return [d % max(count, 1) for d in (given if isinstance(given, (list, tuple)) else [given])]
+
+
+def _reduction(summed: bool = False, linear: bool = False):
+    def rule(equation: Equation) -> _DimRule:
+        if len(equation.operands) > 1:  # torch.max of two tensors, say
+            return _pointwise(equation)
+        labels, dims = _dims(equation.operands[0].shape), _dims_of(equation)
+        letters = {labels[d][0] for d in dims if d < len(labels)}
+        results = []
+        for value in equation.results:
+            keep = len(value.shape) == len(labels)
+            row = [() if i in dims else r for i, r in enumerate(labels) if keep or i not in dims]
+            results.append(tuple(row))
+        fields: dict[str, Any] = {"summed": letters} if summed else {"whole": letters}
+        return _make(equation, [labels], results, linear=[{0}] if linear else [], **fields)
+
+    return rule
+
+
+def _along(name: str = "dim", *, count: int = 1, linear: Sequence[Collection[int]] = ()):
+    """An operation along some dims, the same at every place of the others.
+
+    Args:
+        count: how many operands have the dims of the result; others are not split.
+    """
+
+    def rule(equation: Equation) -> _DimRule:
+        shape = equation.operands[0].shape
+        labels, dims = _dims(shape), _dims_of(equation, name)
+
+        def own(value: Var, key: str) -> Labels:
+            if len(value.shape) != len(shape):
+                return _dims(value.shape, key)
+            return tuple(row if n == size and i not in dims else (f"{key}{i}",)
+                         for i, (row, n, size) in enumerate(zip(labels, value.shape, shape,
+                                                                strict=True)))  # fmt: skip
+
+        operands = [own(v, f"o{k}.") if k < count else _dims(v.shape, f"o{k}.")
+                    for k, v in enumerate(equation.operands)]  # fmt: skip
+        results = [own(v, f"r{k}.") for k, v in enumerate(equation.results)]
+        made = _make(equation, operands, results, linear=linear)
+        return replace(made, whole=frozenset(x for x in made.sizes if "." in x))
+
+    return rule
+
+
+def _view(equation: Equation) -> _DimRule:
+    """A reshape: dims of both shapes as products of the same letters."""
+    shapes = equation.operands[0].shape, equation.results[0].shape
+    rows: tuple[list, list] = ([], [])
+    sizes: dict[str, int] = {}
+    whole: set[str] = set()
+    source: dict[int, int] = {}
+    minor: dict[int, int] = {}
+    for number, group in enumerate(_group_dims(*shapes)):
+        found, own = _letters_of_group(f"g{number}", group, shapes)
+        for side in (0, 1):
+            rows[side].extend(found[side])
+        sizes |= own
+        whole |= {letter for letter in own if "?" in letter}
+        if len(group[0]) == 1 and group[1]:
+            minor |= dict(itertools.pairwise(group[1]))
+            source[group[1][-1]] = group[0][0]
+    return _DimRule(
+        (tuple(rows[0]),), (tuple(rows[1]),), sizes, whole=frozenset(whole),
+        linear=(frozenset({0}),), fills=True, source=source, minor=minor,
+    )  # fmt: skip
+
+
+DimGroup = tuple[list[int], list[int]]
+
+
+def _letters_of_group(
+    name: str, group: DimGroup, shapes: tuple[Sequence[int], Sequence[int]]
+) -> tuple[list[list[tuple[str, ...]]], dict[str, int]]:
+    """The letters of dims of two shapes with the same elements, and the sizes of the letters.
+
+    Letters with a question mark are where parts of dims do not nest.
+    """
+    sizes = [[shape[d] for d in dims] for dims, shape in zip(group, shapes, strict=True)]
+    ends = [list(itertools.accumulate(s, lambda a, b: a * b, initial=1)) for s in sizes]
+    cuts = sorted({*ends[0], *ends[1]})
+    if 0 in cuts or any(b % a for a, b in itertools.pairwise(cuts)):
+        rows = [[(f"{name}?{side}.{i}",) for i in range(len(s))] for side, s in enumerate(sizes)]
+        return rows, {
+            row[0]: n for r, s in zip(rows, sizes, strict=True) for row, n in zip(r, s, strict=True)
+        }
+    own = {f"{name}.{b}": b // a for a, b in itertools.pairwise(cuts)}
+    first = any(s and s[0] == 1 for s in sizes)  # a dim of one place, which may be a part
+    own |= {f"{name}.1": 1} if first else {}
+    rows = []
+    for s, bounds in zip(sizes, ends, strict=True):
+        pairs = [[f"{name}.{c}" for c in cuts if a < c <= b] for a, b in itertools.pairwise(bounds)]
+        if first and s:
+            pairs[0].insert(0, f"{name}.1")
+        rows.append([tuple(row) for row in pairs])
+    return rows, own
+
+
+def _group_dims(x: Sequence[int], y: Sequence[int]) -> list[DimGroup]:
+    """The dims of two shapes of as many elements, in groups of equal products."""
+    groups, i, j = [], 0, 0
+    if 0 in x:
+        return [(list(range(len(x))), list(range(len(y))))]
+    while i < len(x) or j < len(y):
+        mine, others = [i] if i < len(x) else [], [j] if j < len(y) else []
+        i, j = i + len(mine), j + len(others)
+        a, b = math.prod(x[d] for d in mine), math.prod(y[d] for d in others)
+        while a != b:
+            if (a < b or j >= len(y)) and i < len(x):
+                mine.append(i)
+                a *= x[i]
+                i += 1
+            else:
+                others.append(j)
+                b *= y[j]
+                j += 1
+        groups.append((mine, others))
+    return groups
+
+
+def _reorder(order):
+    """A permutation; `order(equation, num_dims)` has the operand's dim of every result's, or -1."""
+
+    def rule(equation: Equation) -> _DimRule:
+        (x,) = equation.operands
+        labels, found = _dims(x.shape), order(equation, len(x.shape))
+        rows = tuple(labels[d] if d >= 0 else ("new",) for d in found)
+        source = {new: d for new, d in enumerate(found) if d >= 0}
+        return _make(equation, [labels], [rows], linear=[{0}], fills=True, source=source)
+
+    return rule
+
+
+def _transposed(e: Equation, n: int) -> list[int]:
+    order, (a, b) = list(range(n)), (_argument(e, f"dim{k}") % max(n, 1) for k in (0, 1))
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _unsqueezed(e: Equation, n: int) -> list[int]:
+    dim = _argument(e, "dim") % (n + 1)
+    return [*range(dim), -1, *range(dim, n)]
+
+
+def _squeeze(equation: Equation) -> _DimRule:
+    (x,) = equation.operands
+    dims = [d for d in _dims_of(equation) if d < len(x.shape) and x.shape[d] == 1]
+    return _reorder(lambda e, n: [d for d in range(n) if d not in dims])(equation)
+
+
+def _select(equation: Equation) -> _DimRule:
+    """One place of a dim, or some in a row."""
+    (x,), (y,) = equation.operands, equation.results
+    labels, dim = _dims(x.shape), _argument(equation, "dim", 0) % len(x.shape)
+    rest = [row for i, row in enumerate(labels) if i != dim]
+    whole = {labels[dim][0]}
+    if len(y.shape) == len(x.shape):
+        same = y.shape[dim] == x.shape[dim]
+        rest.insert(dim, labels[dim] if same else ("some",))
+        whole = set() if same else whole
+    return _make(equation, [labels], [tuple(rest)], linear=[{0}], fills=True, whole=whole)
+
+
+def _split(equation: Equation) -> _DimRule:
+    x = equation.operands[0]
+    labels, dim = _dims(x.shape), _argument(equation, "dim", 0) % len(x.shape)
+    one = len(equation.results) == 1 and equation.results[0].shape == x.shape
+    rows = []
+    for k, value in enumerate(equation.results):
+        row: list = [r for i, r in enumerate(labels) if i != dim]
+        if len(value.shape) == len(x.shape):
+            row.insert(dim, labels[dim] if one else (f"part{k}",))
+        rows.append(tuple(row))
+    whole = [] if one else [labels[dim][0]]
+    return _make(equation, [labels], rows, linear=[{0}], fills=True, whole=whole)
+
+
+def _concatenate(equation: Equation) -> _DimRule:
+    (y,), stack = equation.results, equation.name == "stack"
+    dim = _argument(equation, "dim", 0) % max(len(y.shape), 1)
+    labels = _dims(y.shape)
+    rows = []
+    for k, value in enumerate(equation.operands):
+        if not stack and len(value.shape) != len(y.shape):  # torch passes over empty ones
+            rows.append(_dims(value.shape, f"empty{k}."))
+            continue
+        rows.append(tuple(
+            (f"part{k}",) if i == dim else row for i, row in enumerate(labels)
+            if not (stack and i == dim)
+        ))  # fmt: skip
+    whole = {labels[dim][0], *(f"part{k}" for k in range(len(rows)))}
+    return _make(equation, rows, [labels], linear=[range(len(rows))], whole=whole)
+
+
+def _pad(equation: Equation) -> _DimRule:
+    (x,), (y,) = equation.operands, equation.results
+    labels = _dims(x.shape)
+    out = [r if n == m else (f"p{i}",) for i, (r, n, m) in enumerate(zip(labels, x.shape, y.shape,
+                                                                         strict=True))]  # fmt: skip
+    whole = {f"d{i}" for i, row in enumerate(out) if row[0].startswith("p")}
+    linear = [] if _argument(equation, "value", 0) else [{0}]
+    return _make(equation, [labels], [tuple(out)], linear=linear, whole=whole)
+
+
+def _embedding(equation: Equation) -> _DimRule:
+    rows = _dims(equation.operands[1].shape, "i")
+    result = (*rows, ("d",))
+    return _make(equation, [(("v",), ("d",)), rows], [result], linear=[{0}], whole="v")
+
+
+def _norm(equation: Equation) -> _DimRule:
+    """A norm over the last dims, and weights of them."""
+    x, *rest = equation.operands
+    shape = _argument(equation, "normalized_shape")
+    count, labels = len(shape) if shape is not None else 1, _dims(x.shape)
+    last = {row[0] for row in labels[len(labels) - count :]}
+    rows = [labels, *(labels[len(labels) - len(w.shape) :] for w in rest)]
+    results = []
+    for value in equation.results:
+        few = len(value.shape) < len(labels) or value.shape != x.shape
+        row = labels[: len(value.shape)]
+        results.append(tuple(() if few and r[0] in last else r for r in row))
+    return _make(equation, rows, results, whole=last)
+
+
+def _attention(equation: Equation) -> _DimRule | None:
+    """Attention of as many heads of keys as of queries, without a mask of numbers."""
+    q, k = equation.operands[:2]
+    if q.shape[1] != k.shape[1] or len(equation.operands) > 3:
+        return None
+    rows = [(("b",), ("h",), (s,), (d,)) for s, d in (("s", "d"), ("t", "d"), ("t", "e"))]
+    out = (*rows[0][:3], ("e",))
+    whole = {"d", "t", *("s" if _argument(equation, "is_causal") else "")}
+    results = [out, *(out[: len(r.shape)] if len(r.shape) == 3 and r.shape == q.shape[:3]
+                      else _dims(r.shape, f"r{i}.") for i, r in
+                      enumerate(equation.results[1:]))]  # fmt: skip
+    return _make(equation, rows, results, whole=whole)
+
+
+def _triangle(equation: Equation) -> _DimRule:
+    labels = _dims(equation.operands[0].shape)
+    whole = {row[0] for row in labels[-2:]}
+    return _make(equation, [labels], [labels], linear=[{0}], whole=whole)
+
+
+def _linear(*sets: Sequence[int]):
+    return lambda equation: _pointwise(equation, sets)
+
+
+def _linear_if(holds):
+    return lambda equation: _pointwise(equation, ((0,),) if holds(equation) else ())
+
+
+def _rows(names: str, rule: Any) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), rule)
+
+
+def _keeps_dtype(equation: Equation) -> bool:
+    return equation.operands[0].dtype == equation.results[0].dtype
+
+
+_RULES: Mapping[str, Any] = MappingProxyType(
+    {
+        "mm": _product("mk,kn->mn"),
+        "bmm": _product("bmk,bkn->bmn"),
+        "mv": _product("mk,k->m"),
+        "dot": _product("k,k->"),
+        "addmm": _product("mk,kn->mn", added=True),
+        "baddbmm": _product("bmk,bkn->bmn", added=True),
+        "addmv": _product("mk,k->m", added=True),
+        **_rows("add sub rsub", _linear((0, 1))),
+        "mul": _linear((0,), (1,)),
+        "div": _linear_if(lambda e: not e.kwargs.get("rounding_mode")),
+        "where": _linear((1, 2)),
+        **_rows("neg clone alias detach lift_fresh_copy contiguous conj real", _linear((0,))),
+        **_rows("expand checkpoint_name view_as", _linear((0,))),
+        "_to_copy": _linear_if(_keeps_dtype),
+        "masked_fill": _linear_if(lambda e: e.args[2] == 0),
+        "sum": _reduction(summed=True, linear=True),
+        "mean": _reduction(linear=True),
+        **_rows("amax amin any all prod var std argmax argmin max min var_mean", _reduction()),
+        **_rows("logsumexp linalg_vector_norm", _reduction()),
+        **_rows("_softmax _log_softmax _safe_softmax", _along()),
+        **_rows("cumsum", _along(linear=[{0}])),
+        **_rows("flip roll", _along("dims", linear=[{0}])),
+        **_rows("cumprod sort topk argsort kthvalue logcumsumexp", _along()),
+        "gather": _along(count=2, linear=[{0}]),
+        "index_select": _along(linear=[{0}]),
+        **_rows("view _unsafe_view reshape _reshape_alias", _view),
+        "t": _reorder(lambda e, n: list(range(n))[::-1]),
+        "transpose": _reorder(_transposed),
+        "permute": _reorder(lambda e, n: [d % n for d in _argument(e, "dims")]),
+        "unsqueeze": _reorder(_unsqueezed),
+        "squeeze": _squeeze,
+        **_rows("select slice", _select),
+        **_rows("split split_with_sizes unsafe_split chunk unbind", _split),
+        **_rows("cat stack", _concatenate),
+        "constant_pad_nd": _pad,
+        "embedding": _embedding,
+        **_rows("native_layer_norm _fused_rms_norm rms_norm layer_norm", _norm),
+        **_rows("tril triu", _triangle),
+        **_rows("_scaled_dot_product_flash_attention_for_cpu", _attention),
+    }
+)
+"""Rules by the name of operations; those that torch tags as pointwise need no row."""
+
+_COPIES = ("view", "reshape", "clone", "alias", "detach", "_to_copy", "unsqueeze", "squeeze")
+"""Operations whose results have the operand's numbers."""
+
+_FILLS: Mapping[str, Any] = MappingProxyType(
+    {
+        **_rows("zeros zeros_like new_zeros", lambda e: 0.0),
+        **_rows("ones ones_like new_ones", lambda e: 1.0),
+        **_rows("full full_like new_full", lambda e: float(_argument(e, "fill_value"))),
+        "scalar_tensor": lambda e: float(e.args[0]),
+    }
+)
+"""The number that new tensors are filled with."""
+
+# --- collectives
+
+
+def _gather(x: Reading, axis: str) -> Reading:
+    """The reading of what an ``all_gather`` stacks on a new leading dim.
+
+    Of axes that split a dim outside of this one the stack has a part, too: it is what they split.
+    """
+    outer: Digits = ()
+    dims = list(x.dims)
+    if axis in x.split:
+        dim = x.split[axis]
+        at = [name for _, name in dims[dim]].index(axis)
+        if dims[dim][at][0] == 1:
+            outer, dims[dim] = dims[dim][:at], dims[dim][at:]
+    made = replace(x, dims=(outer, *dims), fill=None, minor=(), index=None)
+    return made.without({axis})
+
+
+def _scatter(x: Reading, axis: str, *, keep: bool) -> Reading:
+    """The reading of one place of dim 0 for every rank, of a value that ranks have summed.
+
+    Args:
+        keep: dim 0 stays, and is of other ranks' places, as in an all_to_all.
+    """
+    target, (major, *dims) = x.minor_of(0), x.dims
+    lost = {axis, *(name for _, name in major)} if target is None else ()
+    if target is not None:
+        dims[target - 1] = (*major, (1, axis), *dims[target - 1])
+    rows = ((), *dims) if keep else tuple(dims)
+    minor = () if keep else tuple(m - 1 if m else None for m in x.minor[1:])
+    return replace(x, dims=rows, fill=None, index=None, minor=minor).losing(lost)
+
+
+def _exchange(x: Reading, axis: str) -> Reading:
+    """The reading of what an ``all_to_all`` gives: places of dim 0 for this rank, by source."""
+    if axis in x.partial or axis in x.varying or axis in x.unknown or x.minor_of(0) is None:
+        lost = {axis, *(name for _, name in x.dims[0])}
+        return replace(x, fill=None, minor=(), index=None).losing(lost)
+    before, stacked, dims = x.split.get(axis), (), list(x.dims)
+    if before in (0, x.minor_of(0)):  # the dim that is divided is split by the axis already
+        return replace(x, fill=None, minor=(), index=None).losing({axis})
+    if before is not None:
+        digits = dims[before]
+        at = [name for _, name in digits].index(axis)
+        stacked = digits[:at] if digits[at][0] == 1 else ()
+        dims[before] = (*digits[len(stacked) : at], *digits[at + 1 :])
+    made = _scatter(replace(x, dims=tuple(dims)), axis, keep=True)
+    return replace(made, dims=(stacked, *made.dims[1:]), minor=())
+
+
+def _communicate(equation: Equation, x: Reading) -> Reading | None:
+    """The reading of the result of a collective or a statement of one value; None: of another."""
+    name, plain = equation.name, replace(x, fill=None, minor=(), index=None)
+    axis: Any = equation.args[1] if len(equation.args) > 1 else None
+    if name in ("psum", "pbroadcast", "assume_replicated"):
+        return plain.without({axis})
+    if name in ("pmax", "pmin"):  # not linear
+        return plain.losing(x.partial).without({axis})
+    if name == "all_gather":
+        return _gather(x, axis)
+    if name == "psum_scatter":
+        return _scatter(x.without({axis}), axis, keep=False)
+    if name == "all_to_all":
+        return _exchange(x, axis)
+    if name == "ppermute":
+        everyone = len({*equation.args[4]}) == equation.args[2]
+        # every summand is still there once
+        return plain if axis in x.partial and everyone else plain.losing({axis})
+    if name == "vary":
+        return plain if axis in x.axes else plain.losing({axis})
+    if name in ("require_replicated", "assume_share", "require_share", "barrier"):
+        return plain
+    return None
+
+
+def _take(equation: Equation, readings: Sequence[Reading]) -> Reading | None:
+    """The reading of the place of dim 0 that has this rank's index; None: of something else."""
+    x, index = readings
+    axis, minor = index.index, x.minor_of(0)
+    if equation.args[1] != 0 or axis is None or minor is None or axis in x.axes:
+        return None
+    major, *dims = x.dims
+    dims[minor - 1] = (*major, (1, axis), *dims[minor - 1])
+    return replace(x, dims=((), *dims), fill=None, minor=(), index=None)
+
+
+class ReadingFlow:
+    """One pass over a program, as `functron.program.check` makes one.
+
+    Attributes:
+        readings: of every value anywhere; in a scan, what holds in all iterations.
+    """
+
+    def __init__(self, axes: Iterable[str], unknown: Collection[Var] = ()):
+        self.axes = frozenset(axes)
+        self.readings = {value: read_whole(value, unknown=self.axes) for value in unknown}
+
+    def add_input(self, given: Input, sizes: Mapping[str, int]) -> None:
+        """Read an input by its spec."""
+        spec = given.spec if given.spec is not None else P()
+        if given.role == "axis_index":
+            own = frozenset(spec_axes(spec)) & self.axes
+            reading = read_whole(given.var, varying=own, index=given.path)
+        else:
+            reading = read_spec(spec, len(given.var.shape), sizes)
+        self.readings[given.var] = reading
+
+    def read_block(self, block: Block) -> None:
+        for equation in block.equations:
+            found = self._read_equation(equation)
+            for value, reading in zip(equation.outputs, found, strict=True):
+                if value is not None:
+                    self.readings[value] = reading
+
+    def _read_equation(self, equation: Equation) -> Sequence[Reading]:
+        operands = [self.readings[value] for value in equation.operands]
+        if isinstance(equation.op, Scan):
+            return self._read_scan(equation.op, operands)
+        if isinstance(equation.op, torch._ops.OpOverload):
+            if equation.op.namespace == "functron" and operands:
+                found = _communicate(equation, operands[0])
+                if found is not None:
+                    return [found]
+            if equation.name in _FILLS:
+                (value,) = equation.results
+                return [read_whole(value, fill=_FILLS[equation.name](equation))]
+            if equation.name == "index_select" and (taken := _take(equation, operands)):
+                return [taken]
+            made = self._follow_rule(equation, operands)
+            if made is not None:
+                return made
+        return [self._lose(value, operands) for value in equation.outputs]
+
+    def _lose(self, value: Var | None, operands: Sequence[Reading]) -> Reading:
+        """What is known of a result that no rule tells of."""
+        unknown = frozenset().union(*(x.unknown for x in operands))
+        axes = frozenset().union(*(x.axes for x in operands))
+        dims = () if value is None else ((),) * len(value.shape)
+        return Reading(dims, varying=axes - unknown, unknown=unknown)
+
+    def _follow_rule(self, equation: Equation, operands: list) -> Sequence[Reading] | None:
+        rule = _RULES.get(equation.name)
+        if rule is None and torch.Tag.pointwise in equation.op.tags:  # type: ignore[union-attr]
+            rule = _pointwise
+        if rule is None or not operands or None in equation.outputs:
+            return None
+        made = rule(equation)
+        if made is None:
+            return None
+        found = _apply(made, operands)
+        kept = operands[0].index if equation.name in _COPIES else None
+        return [replace(x, index=kept) for x in found] if kept else found
+
+    def _read_scan(self, op: Scan, operands: list[Reading]) -> list[Reading]:
+        """Read the body until what the carry has in all iterations repeats."""
+        consts, carry, xs = op.divide(operands)
+        rows = [replace(x, dims=x.dims[1:], minor=(), index=None)
+                .losing({axis for _, axis in x.dims[0]}) for x in xs]  # fmt: skip
+        outputs: list[Reading] = []
+        while True:
+            given = zip(op.body.inputs, [*consts, *carry, *rows], strict=True)
+            self.readings.update(given)
+            self.read_block(op.body)
+            outputs = [self.readings[v] if isinstance(v, Var) else Reading(())
+                       for v in op.body.outputs]  # fmt: skip
+            joined = [_join(*pair) for pair in zip(carry, outputs, strict=False)]
+            if joined == carry:
+                break
+            carry = joined
+        ys = [replace(y, dims=((), *y.dims), fill=None, minor=(), index=None)
+              for y in outputs[op.num_carry :]]  # fmt: skip
+        return [*outputs[: op.num_carry], *ys]
