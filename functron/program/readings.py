@@ -23,8 +23,24 @@ import torch
 from functron.program.equations import Block, Equation, Input, Scan, Var
 from functron.spmd.spec import P, dim_axes, spec_axes
 
-Digits = tuple[tuple[int, str], ...]
-"""The axes that split one dim, major to minor, each with how many blocks of it a rank holds."""
+
+@dataclass(frozen=True)
+class Digit:
+    """An axis that splits a dim.
+
+    Attributes:
+        blocks: how many blocks of the dim a rank holds, each of them a part of one.
+        unit: where the dim was joined from one of a single place and others, whether the axis
+            splits the former; None: it was not.
+    """
+
+    blocks: int
+    axis: str
+    unit: bool | None = field(default=None, compare=False)
+
+
+Digits = tuple[Digit, ...]
+"""The axes that split one dim, major to minor."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +50,9 @@ class Reading:
     Attributes:
         dims: of every dim the axes that split it.
         partial, varying, unknown: axes; those named nowhere hold the same.
-        fill: the number that stands everywhere in it; None: not known to be one.
+        even: dims along which the same numbers stand at all places, so that it is as well the part
+            of a value that is split along them.
+        zero: it is zero everywhere.
         minor: of every dim the one that was split off it and would be joined again, if any.
         index: it is this rank's index on that axis, and nothing else.
     """
@@ -43,19 +61,25 @@ class Reading:
     partial: frozenset[str] = frozenset()
     varying: frozenset[str] = frozenset()
     unknown: frozenset[str] = frozenset()
-    fill: float | None = None
+    even: frozenset[int] = frozenset()
+    zero: bool = False
     minor: tuple[int | None, ...] = ()
     index: str | None = None
 
     @property
     def split(self) -> dict[str, int]:
         """The dim of every axis that splits one."""
-        return {axis: dim for dim, digits in enumerate(self.dims) for _, axis in digits}
+        return {d.axis: dim for dim, digits in enumerate(self.dims) for d in digits}
 
     @property
     def axes(self) -> frozenset[str]:
         """Those over which it is not the same."""
         return self.partial | self.varying | self.unknown | frozenset(self.split)
+
+    @property
+    def bare(self) -> Reading:
+        """The same without what is known of its numbers."""
+        return Reading(self.dims, self.partial, self.varying, self.unknown)
 
     def losing(self, axes: Collection[str]) -> Reading:
         """The same, varying over these axes in a way that is not known."""
@@ -66,36 +90,40 @@ class Reading:
     def without(self, axes: Collection[str]) -> Reading:
         """The same, replicated over these axes."""
         gone = frozenset(axes)
-        dims = tuple(tuple(d for d in digits if d[1] not in gone) for digits in self.dims)
-        rest = (self.partial - gone, self.varying - gone, self.unknown - gone)
-        return Reading(dims, *rest, self.fill, self.minor)
+        dims = tuple(tuple(d for d in digits if d.axis not in gone) for digits in self.dims)
+        partial, varying, unknown = (x - gone for x in (self.partial, self.varying, self.unknown))
+        return replace(self, dims=dims, partial=partial, varying=varying, unknown=unknown)
 
     def minor_of(self, dim: int) -> int | None:
         return self.minor[dim] if self.minor else None
 
 
 def read_whole(value: Var, **fields: Any) -> Reading:
+    """The reading of a value that no axis splits."""
     return Reading(((),) * len(value.shape), **fields)
 
 
 def read_spec(spec: P, num_dims: int, sizes: Mapping[str, int]) -> Reading:
+    """The reading of a spec, on a mesh with axes of these sizes."""
     rows = dim_axes(spec, num_dims)
-    return Reading(tuple(tuple((1, a) for a in axes if a in sizes) for axes in rows))
+    return Reading(tuple(tuple(Digit(1, a) for a in axes if a in sizes) for axes in rows))
 
 
 def _join(one: Reading, other: Reading) -> Reading:
     """What holds of both."""
-    if one.fill is not None and one.fill == other.fill:
-        return one
-    for constant, own in ((one, other), (other, one)):
-        if constant.fill is not None and not (own.partial and constant.fill):
-            return replace(own, fill=None, minor=(), index=None)
     unknown = one.unknown | other.unknown
-    lost = one.varying | other.varying | (one.partial ^ other.partial)
-    for mine, others in zip(one.dims, other.dims, strict=True):
-        lost |= {a for _, a in (*mine, *others)} if mine != others else set()
-    kept = one.losing(lost - unknown).without(unknown)
-    return replace(kept, unknown=unknown, fill=None, minor=(), index=None)
+    lost = one.varying | other.varying
+    for axis in one.partial ^ other.partial:
+        lost |= set() if (other if axis in one.partial else one).zero else {axis}
+    dims = []
+    for dim, (mine, others) in enumerate(zip(one.dims, other.dims, strict=True)):
+        dims.append(mine or others)
+        fits = (dim in one.even and not mine) or (dim in other.even and not others)
+        if mine != others and not fits:
+            lost |= {d.axis for d in (*mine, *others)}
+    made = Reading(tuple(dims), one.partial | other.partial).losing(lost - unknown)
+    even, zero = one.even & other.even, one.zero and other.zero
+    return replace(made.without(unknown), unknown=unknown, even=even, zero=zero)
 
 
 Labels = tuple[tuple[str, ...], ...]
@@ -112,7 +140,7 @@ class _DimRule:
         summed: letters that results lack since they are summed.
         whole: letters along which the operation is another one on parts.
         linear: sets of operands, by position, in which it is linear together.
-        fills: results are one number everywhere where operands are.
+        copies: results have the numbers of the first operand, or are zero where operands are.
         source: of a view or a copy, the dims of the operand that dims of the result are, or are the
             last part of.
         minor: the dims of the result that are split off others; see `Reading`.
@@ -124,34 +152,49 @@ class _DimRule:
     summed: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
-    fills: bool = False
+    copies: bool = False
     source: Mapping[int, int] = field(default_factory=dict)
     minor: Mapping[int, int] = field(default_factory=dict)
 
 
 def _letters_of(
     labels: Labels, reading: Reading, sizes: Mapping[str, int]
-) -> tuple[dict[str, Digits], set[str]]:
-    """The digits of every letter of an operand, and the axes that are at none of them."""
+) -> tuple[dict[str, Digits], set[str], set[str]]:
+    """The digits of an operand's letters, the axes at none of them, and the letters of even dims."""
     found: dict[str, Digits] = {}
     lost: set[str] = set()
-    for letters, digits in zip(labels, reading.dims, strict=True):
+    even: set[str] = set()
+    for dim, (letters, digits) in enumerate(zip(labels, reading.dims, strict=True)):
         found |= dict.fromkeys(letters, ())
-        for blocks, axis in digits:
-            start, options = 1, []
-            for letter in letters:
-                inner, size = blocks // start, sizes[letter]
-                # a boundary between letters is the start of the second
-                inside = inner < size or size == 1 or letter == letters[-1]
-                if inner and blocks % start == 0 and size % inner == 0 and inside:
-                    options.append((letter, inner))
-                start *= max(size, 1)
-            if len(options) != 1:  # several: letters of size 1, of which any may be meant
-                lost.add(axis)
+        if not digits and (dim in reading.even or all(sizes[x] == 1 for x in letters)):
+            even |= {*letters}
+        for digit in digits:
+            places = _find_places(digit, letters, sizes)
+            if len(places) > 1 and sizes[letters[0]] == 1:
+                # of dims that were joined it is known; heads of which a rank has one are split
+                unit = digit.unit if digit.unit is not None or dim == 0 else True
+                places = [] if unit is None else places[:1] if unit else places[1:]
+            if len(places) != 1:
+                lost.add(digit.axis)
                 continue
-            letter, inner = options[0]
-            found[letter] = (*found[letter], (inner, axis))
-    return found, lost
+            letter, blocks = places[0]
+            found[letter] = (*found[letter], replace(digit, blocks=blocks))
+    return found, lost, even
+
+
+def _find_places(
+    digit: Digit, letters: Sequence[str], sizes: Mapping[str, int]
+) -> list[tuple[str, int]]:
+    """The letters of a dim that a digit may be of, each with its blocks in the letter."""
+    found, start = [], 1
+    for letter in letters:
+        blocks, size = digit.blocks // start, sizes[letter]
+        # a boundary between letters is the start of the second
+        inside = blocks < size or size == 1 or letter == letters[-1]
+        if blocks and digit.blocks % start == 0 and size % blocks == 0 and inside:
+            found.append((letter, blocks))
+        start *= max(size, 1)
+    return found
 
 
 def _apply(rule: _DimRule, operands: Sequence[Reading]) -> list[Reading]:
@@ -159,42 +202,50 @@ def _apply(rule: _DimRule, operands: Sequence[Reading]) -> list[Reading]:
     unknown = frozenset().union(*(x.unknown for x in operands))
     lost: set[str] = set().union(*(x.varying for x in operands))
     letters: dict[str, Digits] = {}
+    uneven: set[str] = set()
     for labels, x in zip(rule.operands, operands, strict=True):
-        if x.fill is not None:  # its parts are those of any split
-            continue
-        found, none = _letters_of(labels, x, rule.sizes)
+        found, none, even = _letters_of(labels, x, rule.sizes)
         lost |= none
+        uneven |= found.keys() - even
         for letter, digits in found.items():
-            if letters.setdefault(letter, digits) != digits:
-                lost |= {axis for _, axis in (*digits, *letters[letter])}
-    places = [axis for digits in letters.values() for _, axis in digits]
+            if letter not in even and letters.setdefault(letter, digits) != digits:
+                lost |= {d.axis for d in (*digits, *letters[letter])}
+    places = [d.axis for digits in letters.values() for d in digits]
     lost |= {axis for axis in places if places.count(axis) > 1}
-    lost |= {axis for letter in rule.whole for _, axis in letters.get(letter, ())}
+    lost |= {d.axis for letter in rule.whole for d in letters.get(letter, ())}
     partial = frozenset().union(*(x.partial for x in operands))
     for axis in partial:
         own = {i for i, x in enumerate(operands) if axis in x.partial}
-        able = own | {i for i, x in enumerate(operands) if x.fill == 0}
+        able = own | {i for i, x in enumerate(operands) if x.zero}
         if axis in places or not any(own <= s <= able for s in rule.linear):
             lost.add(axis)
-    fill = None
-    if rule.fills and None not in (fills := {x.fill for x in operands}):
-        fill = 0.0 if fills == {0.0} and rule.linear else math.nan
+    zero = bool(rule.copies and rule.linear) and all(x.zero for x in operands)
     made = []
     for labels in rule.results:
-        dims = []
-        for row in labels:
-            start, digits = 1, []
-            for letter in row:
-                digits += [(start * blocks, axis) for blocks, axis in letters.get(letter, ())]
-                start *= rule.sizes[letter]
-            dims.append(tuple(digits))
-        kept = {axis for digits in dims for _, axis in digits}
-        summed = {a for letter in rule.summed for _, a in letters.get(letter, ())}
+        dims = tuple(_join_letters(row, letters, rule.sizes) for row in labels)
+        kept = {d.axis for digits in dims for d in digits}
+        summed = {d.axis for letter in rule.summed for d in letters.get(letter, ())}
         gone = (lost | ({*places} - kept - summed)) - unknown
-        reading = Reading(tuple(dims), partial | (summed - kept)).losing(gone).without(unknown)
+        reading = Reading(dims, partial | (summed - kept)).losing(gone).without(unknown)
         minor = _follow_minor(rule, operands[0], len(dims)) if rule.source else ()
-        made.append(replace(reading, unknown=unknown, fill=fill, minor=minor))
+        same = {i for i, row in enumerate(labels) if not {*row} & (uneven | rule.whole)}
+        found = frozenset(i for i in same if not dims[i])
+        made.append(replace(reading, unknown=unknown, even=found, zero=zero, minor=minor))
     return made
+
+
+def _join_letters(
+    row: Sequence[str], letters: Mapping[str, Digits], sizes: Mapping[str, int]
+) -> Digits:
+    """The digits of a dim of these letters."""
+    start, found = 1, []
+    joins = len(row) > 1 and sizes[row[0]] == 1
+    for place, letter in enumerate(row):
+        for digit in letters.get(letter, ()):
+            unit = place == 0 if joins else digit.unit
+            found.append(Digit(start * digit.blocks, digit.axis, unit))
+        start *= sizes[letter]
+    return tuple(found)
 
 
 def _follow_minor(rule: _DimRule, x: Reading, num_dims: int) -> tuple[int | None, ...]:
@@ -252,7 +303,7 @@ def _pointwise(equation: Equation, linear: Sequence[Sequence[int]] = ()) -> _Dim
         [align(v) for v in equation.operands],
         [align(v) for v in equation.results],
         linear=[row for row in sets if None not in row],
-        fills=True,
+        copies=True,
         source={d: d for d in range(len(shape))} if alone else {},
     )
 
@@ -363,7 +414,7 @@ def _view(equation: Equation) -> _DimRule:
             source[group[1][-1]] = group[0][0]
     return _DimRule(
         (tuple(rows[0]),), (tuple(rows[1]),), sizes, whole=frozenset(whole),
-        linear=(frozenset({0}),), fills=True, source=source, minor=minor,
+        linear=(frozenset({0}),), copies=True, source=source, minor=minor,
     )  # fmt: skip
 
 
@@ -427,14 +478,16 @@ def _reorder(order):
         labels, found = _dims(x.shape), order(equation, len(x.shape))
         rows = tuple(labels[d] if d >= 0 else ("new",) for d in found)
         source = {new: d for new, d in enumerate(found) if d >= 0}
-        return _make(equation, [labels], [rows], linear=[{0}], fills=True, source=source)
+        return _make(equation, [labels], [rows], linear=[{0}], copies=True, source=source)
 
     return rule
 
 
 def _transposed(e: Equation, n: int) -> list[int]:
-    order, (a, b) = list(range(n)), (_argument(e, f"dim{k}") % max(n, 1) for k in (0, 1))
-    order[a], order[b] = order[b], order[a]
+    order = list(range(n))
+    if n > 1:
+        a, b = (_argument(e, f"dim{k}") % n for k in (0, 1))
+        order[a], order[b] = b, a
     return order
 
 
@@ -459,7 +512,7 @@ def _select(equation: Equation) -> _DimRule:
         same = y.shape[dim] == x.shape[dim]
         rest.insert(dim, labels[dim] if same else ("some",))
         whole = set() if same else whole
-    return _make(equation, [labels], [tuple(rest)], linear=[{0}], fills=True, whole=whole)
+    return _make(equation, [labels], [tuple(rest)], linear=[{0}], copies=True, whole=whole)
 
 
 def _split(equation: Equation) -> _DimRule:
@@ -473,7 +526,7 @@ def _split(equation: Equation) -> _DimRule:
             row.insert(dim, labels[dim] if one else (f"part{k}",))
         rows.append(tuple(row))
     whole = [] if one else [labels[dim][0]]
-    return _make(equation, [labels], rows, linear=[{0}], fills=True, whole=whole)
+    return _make(equation, [labels], rows, linear=[{0}], copies=True, whole=whole)
 
 
 def _concatenate(equation: Equation) -> _DimRule:
@@ -538,6 +591,28 @@ def _attention(equation: Equation) -> _DimRule | None:
     return _make(equation, rows, results, whole=whole)
 
 
+def _attention_backward(equation: Equation) -> _DimRule | None:
+    """The cotangents of queries, keys and values: of keys sums over queries."""
+    q, k = equation.operands[1:3]
+    if q.shape[1] != k.shape[1] or len(equation.operands) != 6:
+        return None
+    q_row, k_row, v_row, out = (
+        (("b",), ("h",), (s,), (d,)) for s, d in (("s", "d"), ("t", "d"), ("t", "e"), ("s", "e"))
+    )
+    causal = bool(_argument(equation, "is_causal"))
+    operands = [out, q_row, k_row, v_row, out, out[:3]]
+    return _make(
+        equation, operands, [q_row, k_row, v_row], linear=[{0}],
+        whole={"d", "e", "t", *("s" if causal else "")}, summed=() if causal else {"s"},
+    )  # fmt: skip
+
+
+def _embedding_backward(equation: Equation) -> _DimRule:
+    rows = _dims(equation.operands[1].shape, "i")
+    summed = {row[0] for row in rows}
+    return _make(equation, [(*rows, ("d",)), rows], [(("v",), ("d",))], linear=[{0}], summed=summed)
+
+
 def _triangle(equation: Equation) -> _DimRule:
     labels = _dims(equation.operands[0].shape)
     whole = {row[0] for row in labels[-2:]}
@@ -586,7 +661,10 @@ _RULES: Mapping[str, Any] = MappingProxyType(
         **_rows("flip roll", _along("dims", linear=[{0}])),
         **_rows("cumprod sort topk argsort kthvalue logcumsumexp", _along()),
         "gather": _along(count=2, linear=[{0}]),
-        "index_select": _along(linear=[{0}]),
+        "scatter_add": _along(count=3, linear=[{0, 2}]),
+        "slice_scatter": _along(count=2, linear=[{0, 1}]),
+        **_rows("index_select slice_backward", _along(linear=[{0}])),
+        **_rows("_softmax_backward_data _log_softmax_backward_data", _along(count=2, linear=[{0}])),
         **_rows("view _unsafe_view reshape _reshape_alias", _view),
         "t": _reorder(lambda e, n: list(range(n))[::-1]),
         "transpose": _reorder(_transposed),
@@ -600,7 +678,9 @@ _RULES: Mapping[str, Any] = MappingProxyType(
         "embedding": _embedding,
         **_rows("native_layer_norm _fused_rms_norm rms_norm layer_norm", _norm),
         **_rows("tril triu", _triangle),
-        **_rows("_scaled_dot_product_flash_attention_for_cpu", _attention),
+        "_scaled_dot_product_flash_attention_for_cpu": _attention,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+        **_rows("embedding_dense_backward sum_rows", _embedding_backward),
     }
 )
 """Rules by the name of operations; those that torch tags as pointwise need no row."""
@@ -630,11 +710,10 @@ def _gather(x: Reading, axis: str) -> Reading:
     dims = list(x.dims)
     if axis in x.split:
         dim = x.split[axis]
-        at = [name for _, name in dims[dim]].index(axis)
-        if dims[dim][at][0] == 1:
+        at = [d.axis for d in dims[dim]].index(axis)
+        if dims[dim][at].blocks == 1:
             outer, dims[dim] = dims[dim][:at], dims[dim][at:]
-    made = replace(x, dims=(outer, *dims), fill=None, minor=(), index=None)
-    return made.without({axis})
+    return replace(x.bare, dims=(outer, *dims)).without({axis})
 
 
 def _scatter(x: Reading, axis: str, *, keep: bool) -> Reading:
@@ -644,26 +723,25 @@ def _scatter(x: Reading, axis: str, *, keep: bool) -> Reading:
         keep: dim 0 stays, and is of other ranks' places, as in an all_to_all.
     """
     target, (major, *dims) = x.minor_of(0), x.dims
-    lost = {axis, *(name for _, name in major)} if target is None else ()
+    lost = {axis, *(d.axis for d in major)} if target is None else ()
     if target is not None:
-        dims[target - 1] = (*major, (1, axis), *dims[target - 1])
+        dims[target - 1] = (*major, Digit(1, axis), *dims[target - 1])
     rows = ((), *dims) if keep else tuple(dims)
     minor = () if keep else tuple(m - 1 if m else None for m in x.minor[1:])
-    return replace(x, dims=rows, fill=None, index=None, minor=minor).losing(lost)
+    return replace(x.bare, dims=rows, minor=minor).losing(lost)
 
 
 def _exchange(x: Reading, axis: str) -> Reading:
     """The reading of what an ``all_to_all`` gives: places of dim 0 for this rank, by source."""
     if axis in x.partial or axis in x.varying or axis in x.unknown or x.minor_of(0) is None:
-        lost = {axis, *(name for _, name in x.dims[0])}
-        return replace(x, fill=None, minor=(), index=None).losing(lost)
+        return x.bare.losing({axis, *(d.axis for d in x.dims[0])})
     before, stacked, dims = x.split.get(axis), (), list(x.dims)
     if before in (0, x.minor_of(0)):  # the dim that is divided is split by the axis already
-        return replace(x, fill=None, minor=(), index=None).losing({axis})
+        return x.bare.losing({axis})
     if before is not None:
         digits = dims[before]
-        at = [name for _, name in digits].index(axis)
-        stacked = digits[:at] if digits[at][0] == 1 else ()
+        at = [d.axis for d in digits].index(axis)
+        stacked = digits[:at] if digits[at].blocks == 1 else ()
         dims[before] = (*digits[len(stacked) : at], *digits[at + 1 :])
     made = _scatter(replace(x, dims=tuple(dims)), axis, keep=True)
     return replace(made, dims=(stacked, *made.dims[1:]), minor=())
@@ -671,7 +749,7 @@ def _exchange(x: Reading, axis: str) -> Reading:
 
 def _communicate(equation: Equation, x: Reading) -> Reading | None:
     """The reading of the result of a collective or a statement of one value; None: of another."""
-    name, plain = equation.name, replace(x, fill=None, minor=(), index=None)
+    name, plain = equation.name, replace(x, minor=(), index=None)
     axis: Any = equation.args[1] if len(equation.args) > 1 else None
     if name in ("psum", "pbroadcast", "assume_replicated"):
         return plain.without({axis})
@@ -701,8 +779,8 @@ def _take(equation: Equation, readings: Sequence[Reading]) -> Reading | None:
     if equation.args[1] != 0 or axis is None or minor is None or axis in x.axes:
         return None
     major, *dims = x.dims
-    dims[minor - 1] = (*major, (1, axis), *dims[minor - 1])
-    return replace(x, dims=((), *dims), fill=None, minor=(), index=None)
+    dims[minor - 1] = (*major, Digit(1, axis), *dims[minor - 1])
+    return replace(x.bare, dims=((), *dims))
 
 
 class ReadingFlow:
@@ -744,7 +822,10 @@ class ReadingFlow:
                     return [found]
             if equation.name in _FILLS:
                 (value,) = equation.results
-                return [read_whole(value, fill=_FILLS[equation.name](equation))]
+                every = frozenset(range(len(value.shape)))
+                like = operands[0] if operands and equation.name.endswith("_like") else None
+                made = read_whole(value) if like is None else like.without(like.partial).bare
+                return [replace(made, even=every, zero=not _FILLS[equation.name](equation))]
             if equation.name == "index_select" and (taken := _take(equation, operands)):
                 return [taken]
             made = self._follow_rule(equation, operands)
@@ -775,8 +856,7 @@ class ReadingFlow:
     def _read_scan(self, op: Scan, operands: list[Reading]) -> list[Reading]:
         """Read the body until what the carry has in all iterations repeats."""
         consts, carry, xs = op.divide(operands)
-        rows = [replace(x, dims=x.dims[1:], minor=(), index=None)
-                .losing({axis for _, axis in x.dims[0]}) for x in xs]  # fmt: skip
+        rows = [replace(x.bare.losing({d.axis for d in x.dims[0]}), dims=x.dims[1:]) for x in xs]
         outputs: list[Reading] = []
         while True:
             given = zip(op.body.inputs, [*consts, *carry, *rows], strict=True)
@@ -788,6 +868,5 @@ class ReadingFlow:
             if joined == carry:
                 break
             carry = joined
-        ys = [replace(y, dims=((), *y.dims), fill=None, minor=(), index=None)
-              for y in outputs[op.num_carry :]]  # fmt: skip
+        ys = [replace(y.bare, dims=((), *y.dims)) for y in outputs[op.num_carry :]]
         return [*outputs[: op.num_carry], *ys]

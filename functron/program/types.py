@@ -134,9 +134,9 @@ def _make_type(
             at = AxisType("partial")
         elif name in differs and name in split:
             digits = reading.dims[split[name]]
-            place = [axis for _, axis in digits].index(name)
-            inside = tuple(axis for _, axis in digits[:place])
-            at = AxisType("split", split[name], inside, digits[place][0])
+            place = [d.axis for d in digits].index(name)
+            inside = tuple(d.axis for d in digits[:place])
+            at = AxisType("split", split[name], inside, digits[place].blocks)
         rows.append((name, at))
     return ValueType(tuple(shape), dtype, tuple(rows))
 
@@ -198,7 +198,7 @@ def _type_while_traced(recorder: Recorder, x: torch.Tensor) -> ValueType:
     code = Code("", Mesh(**scope().traced), block, tuple(inputs), (), None, None)  # type: ignore
     reading = flow.readings[var]
     if batched:  # the dims of a vmap inside of the program are not this value's
-        reading = reading.losing({a for d in batched.values() for _, a in reading.dims[d]})
+        reading = reading.losing({d.axis for dim in batched.values() for d in reading.dims[dim]})
         reading = replace(reading, dims=tuple(reading.dims[d] for d in own), minor=())
     return _make_type(x.shape, x.dtype, reading, varying(code)[var], sizes)
 
