@@ -160,7 +160,7 @@ class _DimRule:
 def _letters_of(
     labels: Labels, reading: Reading, sizes: Mapping[str, int]
 ) -> tuple[dict[str, Digits], set[str], set[str]]:
-    """The digits of an operand's letters, the axes at none of them, and the letters of even dims."""
+    """The digits of an operand's letters, axes that are at none, and letters of even dims."""
     found: dict[str, Digits] = {}
     lost: set[str] = set()
     even: set[str] = set()
@@ -170,10 +170,8 @@ def _letters_of(
             even |= {*letters}
         for digit in digits:
             places = _find_places(digit, letters, sizes)
-            if len(places) > 1 and sizes[letters[0]] == 1:
-                # of dims that were joined it is known; heads of which a rank has one are split
-                unit = digit.unit if digit.unit is not None or dim == 0 else True
-                places = [] if unit is None else places[:1] if unit else places[1:]
+            if len(places) > 1 and digit.unit is not None and sizes[letters[0]] == 1:
+                places = places[:1] if digit.unit else places[1:]
             if len(places) != 1:
                 lost.add(digit.axis)
                 continue
@@ -294,9 +292,10 @@ def _pointwise(equation: Equation, linear: Sequence[Sequence[int]] = ()) -> _Dim
         return tuple(full[offset + i] if n == shape[offset + i] else ()
                      for i, n in enumerate(value.shape))  # fmt: skip
 
-    places = {id(a): k for k, a in enumerate(equation.operands)}
-    args = [places.get(id(a)) if isinstance(a, Var) else None for a in equation.args]
-    sets = [[args[i] for i in row] for row in linear if len(args) > max(row)]
+    count, places = itertools.count(), []
+    for argument in equation.args:
+        places.append(next(count) if isinstance(argument, Var) else None)
+    sets = [[places[i] for i in row] for row in linear if len(places) > max(row)]
     alone = len(equation.operands) == 1 and equation.operands[0].shape == shape
     return _make(
         equation,
@@ -403,7 +402,13 @@ def _view(equation: Equation) -> _DimRule:
     whole: set[str] = set()
     source: dict[int, int] = {}
     minor: dict[int, int] = {}
-    for number, group in enumerate(_group_dims(*shapes)):
+    groups = _group_dims(*shapes)
+    last = [shape[-1:] for shape in shapes]
+    if equation.name == "_unsafe_view" and last[0] == last[1] and 0 not in shapes[0]:
+        # of a product of matrices: dims of one place belong to its rows
+        groups = _group_dims(shapes[0][:-1], shapes[1][:-1])
+        groups.append(([len(shapes[0]) - 1], [len(shapes[1]) - 1]))
+    for number, group in enumerate(groups):
         found, own = _letters_of_group(f"g{number}", group, shapes)
         for side in (0, 1):
             rows[side].extend(found[side])

@@ -215,7 +215,7 @@ def typeof(x: Any, spec: P | None = None, mesh: Any = None) -> ValueType:
     >>> program = ft.trace(f)(torch.zeros(8, 6), torch.zeros(4, 8))
     float32[2, 6] {dp: split dim 0, tp: partial}
     >>> program.typeof("%psum")
-    ValueType(float32[2, 6] {dp: split dim 0, tp: replicated})
+    float32[2, 6] {dp: split dim 0, tp: replicated}
 
     How much is known of a value in a per-rank program depends on where it runs:
 
@@ -278,7 +278,7 @@ def _type_here(x: Any, shape: tuple, dtype: torch.dtype) -> ValueType:
     tensor = isinstance(x, torch.Tensor)
     if any(isinstance(axis, SimulatedAxis) for axis in axes.values()) or recorder is None:
         bound = any(isinstance(axis, BoundAxis) for axis in axes.values())
-        spec = next((s for v, s in here.given if v is x), None) if tensor else None
+        spec = next((s for v, s in here.given if _is_same(v, x)), None) if tensor else None
         reading = read_spec(spec or P(), len(shape), {name: a.size for name, a in axes.items()})
         differs: Collection[str] = spec_axes(spec or P())
         if not bound:
@@ -292,6 +292,14 @@ def _type_here(x: Any, shape: tuple, dtype: torch.dtype) -> ValueType:
         sizes = [name for name, size in here.traced.items() if size > 1]
         return _make_type(shape, dtype, Reading(()), (), sizes)
     return _type_while_traced(recorder, x)
+
+
+def _is_same(given: Any, x: torch.Tensor) -> bool:
+    """Whether x is this value, also where a gradient inside of the program sees it."""
+    if not isinstance(given, torch.Tensor):
+        return False
+    mine, other = compat.physical(given), compat.physical(x)
+    return mine[0] is other[0] and mine[1:] == other[1:]
 
 
 # --- annotations
@@ -461,8 +469,10 @@ def _problems_of(path: str, hint: Any, value: Any, sizes: dict[str, Any]) -> Ite
         if not found:
             sizes.update(own)
             return
-        tried.append(found)
-    yield from tried[0] if tried else ()
+        tried.append((found, own))
+    if tried:
+        sizes.update(tried[0][1])
+        yield from tried[0][0]
 
 
 def _check_one(path: str, wanted: _Wanted, value: Any, sizes: dict[str, Any]) -> Iterator[Problem]:
