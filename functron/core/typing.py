@@ -23,13 +23,13 @@ The convention:
 - Trees (parameters, states, batches) are annotated `Tree`, not leaf by leaf.
 
 How a value lies on a mesh stands behind an ``@``: ``Float[Tensor, "batch embed"] @ P("dp")``, and
-`Partial` and `Varying` for what a spec cannot say. `functron.debug.typed` checks it.
+`Partial` and `Varying` for what a spec cannot say. `functron.debug.typed` checks that, and dims and
+dtypes where jaxtyping is installed.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from torch import Tensor
@@ -37,20 +37,23 @@ from torch import Tensor
 from functron.core.errors import refuse
 
 
-@dataclass(frozen=True, init=False)
 class Partial:
     """In an annotation: ranks along these axes hold values whose sum is meant.
 
     ``Float[Tensor, "batch embed"] @ P("dp") @ Partial("tp")``
     """
 
-    axes: tuple[str, ...]
-
     def __init__(self, *axes: str):
-        object.__setattr__(self, "axes", axes)
+        self.axes = axes
 
     def __rmatmul__(self, hint: Any) -> Any:
         return Annotated[hint, self]
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.axes))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.axes))})"
@@ -63,14 +66,6 @@ class Varying(Partial):
     """
 
 
-@dataclass(frozen=True)
-class Dims:
-    """In an annotation: the names of dtypes (None: any), and words for dims."""
-
-    dtypes: tuple[str, ...] | None
-    text: str
-
-
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Integer, Shaped
 else:
@@ -79,19 +74,12 @@ else:
     except ImportError:
 
         class _Unchecked:
-            """`_Unchecked(dtypes)[Tensor, "batch seq"]` is `Tensor` with `Dims`."""
-
-            def __init__(self, dtypes: tuple[str, ...] | None):
-                self.dtypes = dtypes
+            """`_Unchecked()[Tensor, "batch seq"]` is `Tensor`."""
 
             def __getitem__(self, array_and_dims: tuple[Any, str]) -> Any:
-                array, text = array_and_dims
-                return Annotated[array, Dims(self.dtypes, text)]
+                return array_and_dims[0]
 
-        _SIGNED = tuple(f"int{bits}" for bits in (8, 16, 32, 64))
-        _FLOATS = ("float16", "bfloat16", "float32", "float64")
-        Bool, Float, Shaped = _Unchecked(("bool",)), _Unchecked(_FLOATS), _Unchecked(None)
-        Int, Integer = _Unchecked(_SIGNED), _Unchecked((*_SIGNED, *(f"u{n}" for n in _SIGNED)))
+        Bool = Float = Int = Integer = Shaped = _Unchecked()
 
 Key: TypeAlias = Int[Tensor, "2"]
 """A random key, as `functron.random.key` makes it."""
@@ -103,11 +91,11 @@ _WORD = re.compile(r"(?P<mark>[*#]*)(?P<name>[A-Za-z]\w*)?$")
 
 
 def match_dims(path: str, text: str, shape: tuple[int, ...], sizes: dict[str, Any]) -> str:
-    """What is wrong with a shape by words for its dims; "" where nothing is.
+    """The fix of a shape that words for its dims do not fit; "" where they fit.
 
     Args:
         path: of the value, for messages.
-        text: the words, as in `Dims`.
+        text: the words, as in annotations.
         sizes: of words that came up before; those of these are added.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What is known of how values lie on a mesh: readings, and how equations carry them on.
+"""Readings of values, of how they lie on a mesh, and how equations carry them on.
 
 A reading says of a value which axes split which of its dims, over which axes it is partial, and
 over which it differs in a way that is not known. An equation of this rank's shards is read as one
@@ -25,7 +25,7 @@ from functron.spmd.spec import P, dim_axes, spec_axes
 
 
 @dataclass(frozen=True)
-class Digit:
+class DimSplit:
     """An axis that splits a dim.
 
     Attributes:
@@ -39,13 +39,13 @@ class Digit:
     unit: bool | None = field(default=None, compare=False)
 
 
-Digits = tuple[Digit, ...]
+DimSplits = tuple[DimSplit, ...]
 """The axes that split one dim, major to minor."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What is known of a value beside its shape.
+class ValueReading:
+    """How a value lies on a mesh, as far as it is known.
 
     Attributes:
         dims: of every dim the axes that split it.
@@ -57,7 +57,7 @@ class Reading:
         index: it is this rank's index on that axis, and nothing else.
     """
 
-    dims: tuple[Digits, ...]
+    dims: tuple[DimSplits, ...]
     partial: frozenset[str] = frozenset()
     varying: frozenset[str] = frozenset()
     unknown: frozenset[str] = frozenset()
@@ -77,17 +77,17 @@ class Reading:
         return self.partial | self.varying | self.unknown | frozenset(self.split)
 
     @property
-    def bare(self) -> Reading:
+    def bare(self) -> ValueReading:
         """The same without what is known of its numbers."""
-        return Reading(self.dims, self.partial, self.varying, self.unknown)
+        return ValueReading(self.dims, self.partial, self.varying, self.unknown)
 
-    def losing(self, axes: Collection[str]) -> Reading:
+    def losing(self, axes: Collection[str]) -> ValueReading:
         """The same, varying over these axes in a way that is not known."""
         lost = frozenset(axes) - self.unknown
         kept = self.without(lost)
         return replace(kept, varying=kept.varying | lost)
 
-    def without(self, axes: Collection[str]) -> Reading:
+    def without(self, axes: Collection[str]) -> ValueReading:
         """The same, replicated over these axes."""
         gone = frozenset(axes)
         dims = tuple(tuple(d for d in digits if d.axis not in gone) for digits in self.dims)
@@ -98,19 +98,19 @@ class Reading:
         return self.minor[dim] if self.minor else None
 
 
-def read_whole(value: Var, **fields: Any) -> Reading:
+def read_whole(value: Var, **fields: Any) -> ValueReading:
     """The reading of a value that no axis splits."""
-    return Reading(((),) * len(value.shape), **fields)
+    return ValueReading(((),) * len(value.shape), **fields)
 
 
-def read_spec(spec: P, num_dims: int, sizes: Mapping[str, int]) -> Reading:
+def read_spec(spec: P, num_dims: int, sizes: Mapping[str, int]) -> ValueReading:
     """The reading of a spec, on a mesh with axes of these sizes."""
     rows = dim_axes(spec, num_dims)
-    return Reading(tuple(tuple(Digit(1, a) for a in axes if a in sizes) for axes in rows))
+    return ValueReading(tuple(tuple(DimSplit(1, a) for a in axes if a in sizes) for axes in rows))
 
 
-def _join(one: Reading, other: Reading) -> Reading:
-    """What holds of both."""
+def _join(one: ValueReading, other: ValueReading) -> ValueReading:
+    """The reading of a value that is one of two."""
     unknown = one.unknown | other.unknown
     lost = one.varying | other.varying
     for axis in one.partial ^ other.partial:
@@ -121,12 +121,12 @@ def _join(one: Reading, other: Reading) -> Reading:
         fits = (dim in one.even and not mine) or (dim in other.even and not others)
         if mine != others and not fits:
             lost |= {d.axis for d in (*mine, *others)}
-    made = Reading(tuple(dims), one.partial | other.partial).losing(lost - unknown)
+    made = ValueReading(tuple(dims), one.partial | other.partial).losing(lost - unknown)
     even, zero = one.even & other.even, one.zero and other.zero
     return replace(made.without(unknown), unknown=unknown, even=even, zero=zero)
 
 
-Labels = tuple[tuple[str, ...], ...]
+DimLetters = tuple[tuple[str, ...], ...]
 """Of every dim of a value its letters, major to minor; a dim that is broadcast has none."""
 
 
@@ -143,11 +143,11 @@ class _DimRule:
         copies: results have the numbers of the first operand, or are zero where operands are.
         source: of a view or a copy, the dims of the operand that dims of the result are, or are the
             last part of.
-        minor: the dims of the result that are split off others; see `Reading`.
+        minor: the dims of the result that are split off others; see `ValueReading`.
     """
 
-    operands: tuple[Labels, ...]
-    results: tuple[Labels, ...]
+    operands: tuple[DimLetters, ...]
+    results: tuple[DimLetters, ...]
     sizes: Mapping[str, int]
     summed: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
@@ -158,10 +158,10 @@ class _DimRule:
 
 
 def _letters_of(
-    labels: Labels, reading: Reading, sizes: Mapping[str, int]
-) -> tuple[dict[str, Digits], set[str], set[str]]:
+    labels: DimLetters, reading: ValueReading, sizes: Mapping[str, int]
+) -> tuple[dict[str, DimSplits], set[str], set[str]]:
     """The digits of an operand's letters, axes that are at none, and letters of even dims."""
-    found: dict[str, Digits] = {}
+    found: dict[str, DimSplits] = {}
     lost: set[str] = set()
     even: set[str] = set()
     for dim, (letters, digits) in enumerate(zip(labels, reading.dims, strict=True)):
@@ -181,7 +181,7 @@ def _letters_of(
 
 
 def _find_places(
-    digit: Digit, letters: Sequence[str], sizes: Mapping[str, int]
+    digit: DimSplit, letters: Sequence[str], sizes: Mapping[str, int]
 ) -> list[tuple[str, int]]:
     """The letters of a dim that a digit may be of, each with its blocks in the letter."""
     found, start = [], 1
@@ -195,11 +195,11 @@ def _find_places(
     return found
 
 
-def _apply(rule: _DimRule, operands: Sequence[Reading]) -> list[Reading]:
+def _apply(rule: _DimRule, operands: Sequence[ValueReading]) -> list[ValueReading]:
     """The readings of the results of an equation with this rule."""
     unknown = frozenset().union(*(x.unknown for x in operands))
     lost: set[str] = set().union(*(x.varying for x in operands))
-    letters: dict[str, Digits] = {}
+    letters: dict[str, DimSplits] = {}
     uneven: set[str] = set()
     for labels, x in zip(rule.operands, operands, strict=True):
         found, none, even = _letters_of(labels, x, rule.sizes)
@@ -224,7 +224,7 @@ def _apply(rule: _DimRule, operands: Sequence[Reading]) -> list[Reading]:
         kept = {d.axis for digits in dims for d in digits}
         summed = {d.axis for letter in rule.summed for d in letters.get(letter, ())}
         gone = (lost | ({*places} - kept - summed)) - unknown
-        reading = Reading(dims, partial | (summed - kept)).losing(gone).without(unknown)
+        reading = ValueReading(dims, partial | (summed - kept)).losing(gone).without(unknown)
         minor = _follow_minor(rule, operands[0], len(dims)) if rule.source else ()
         same = {i for i, row in enumerate(labels) if not {*row} & (uneven | rule.whole)}
         found = frozenset(i for i in same if not dims[i])
@@ -233,21 +233,21 @@ def _apply(rule: _DimRule, operands: Sequence[Reading]) -> list[Reading]:
 
 
 def _join_letters(
-    row: Sequence[str], letters: Mapping[str, Digits], sizes: Mapping[str, int]
-) -> Digits:
+    row: Sequence[str], letters: Mapping[str, DimSplits], sizes: Mapping[str, int]
+) -> DimSplits:
     """The digits of a dim of these letters."""
     start, found = 1, []
     joins = len(row) > 1 and sizes[row[0]] == 1
     for place, letter in enumerate(row):
         for digit in letters.get(letter, ()):
             unit = place == 0 if joins else digit.unit
-            found.append(Digit(start * digit.blocks, digit.axis, unit))
+            found.append(DimSplit(start * digit.blocks, digit.axis, unit))
         start *= sizes[letter]
     return tuple(found)
 
 
-def _follow_minor(rule: _DimRule, x: Reading, num_dims: int) -> tuple[int | None, ...]:
-    """The minor dim of every dim of a result; see `Reading`."""
+def _follow_minor(rule: _DimRule, x: ValueReading, num_dims: int) -> tuple[int | None, ...]:
+    """The minor dim of every dim of a result; see `ValueReading`."""
     found: list[int | None] = []
     for dim in range(num_dims):
         old = rule.source.get(dim)
@@ -260,7 +260,7 @@ def _follow_minor(rule: _DimRule, x: Reading, num_dims: int) -> tuple[int | None
 # --- the rules of operations
 
 
-def _dims(shape: Sequence[int], prefix: str = "d") -> Labels:
+def _dims(shape: Sequence[int], prefix: str = "d") -> DimLetters:
     return tuple((f"{prefix}{i}",) for i in range(len(shape)))
 
 
@@ -287,7 +287,7 @@ def _pointwise(equation: Equation, linear: Sequence[Sequence[int]] = ()) -> _Dim
     shape = torch.broadcast_shapes(*(v.shape for v in values))
     full = _dims(shape)
 
-    def align(value: Var) -> Labels:
+    def align(value: Var) -> DimLetters:
         offset = len(shape) - len(value.shape)
         return tuple(full[offset + i] if n == shape[offset + i] else ()
                      for i, n in enumerate(value.shape))  # fmt: skip
@@ -347,14 +347,16 @@ def _dims_of(equation: Equation, name: str = "dim") -> list[int]:
     given = _argument(equation, name)
     if given is None or given == []:
         return list(range(count))
-    return [d % max(count, 1) for d in (given if isinstance(given, (list, tuple)) else [given])]
+    dims: Sequence[int] = given if isinstance(given, (list, tuple)) else [given]
+    return [d % max(count, 1) for d in dims]
 
 
 def _reduction(summed: bool = False, linear: bool = False):
     def rule(equation: Equation) -> _DimRule:
-        if len(equation.operands) > 1:  # torch.max of two tensors, say
+        x, *others = equation.operands
+        if others:  # torch.max of two tensors, say
             return _pointwise(equation)
-        labels, dims = _dims(equation.operands[0].shape), _dims_of(equation)
+        labels, dims = _dims(x.shape), _dims_of(equation)
         letters = {labels[d][0] for d in dims if d < len(labels)}
         results = []
         for value in equation.results:
@@ -378,7 +380,7 @@ def _along(name: str = "dim", *, count: int = 1, linear: Sequence[Collection[int
         shape = equation.operands[0].shape
         labels, dims = _dims(shape), _dims_of(equation, name)
 
-        def own(value: Var, key: str) -> Labels:
+        def own(value: Var, key: str) -> DimLetters:
             if len(value.shape) != len(shape):
                 return _dims(value.shape, key)
             return tuple(row if n == size and i not in dims else (f"{key}{i}",)
@@ -423,11 +425,11 @@ def _view(equation: Equation) -> _DimRule:
     )  # fmt: skip
 
 
-DimGroup = tuple[list[int], list[int]]
+ViewGroup = tuple[list[int], list[int]]
 
 
 def _letters_of_group(
-    name: str, group: DimGroup, shapes: tuple[Sequence[int], Sequence[int]]
+    name: str, group: ViewGroup, shapes: tuple[Sequence[int], Sequence[int]]
 ) -> tuple[list[list[tuple[str, ...]]], dict[str, int]]:
     """The letters of dims of two shapes with the same elements, and the sizes of the letters.
 
@@ -453,7 +455,7 @@ def _letters_of_group(
     return rows, own
 
 
-def _group_dims(x: Sequence[int], y: Sequence[int]) -> list[DimGroup]:
+def _group_dims(x: Sequence[int], y: Sequence[int]) -> list[ViewGroup]:
     """The dims of two shapes of as many elements, in groups of equal products."""
     groups, i, j = [], 0, 0
     if 0 in x:
@@ -706,12 +708,12 @@ _FILLS: Mapping[str, Any] = MappingProxyType(
 # --- collectives
 
 
-def _gather(x: Reading, axis: str) -> Reading:
+def _gather(x: ValueReading, axis: str) -> ValueReading:
     """The reading of what an ``all_gather`` stacks on a new leading dim.
 
     Of axes that split a dim outside of this one the stack has a part, too: it is what they split.
     """
-    outer: Digits = ()
+    outer: DimSplits = ()
     dims = list(x.dims)
     if axis in x.split:
         dim = x.split[axis]
@@ -721,7 +723,7 @@ def _gather(x: Reading, axis: str) -> Reading:
     return replace(x.bare, dims=(outer, *dims)).without({axis})
 
 
-def _scatter(x: Reading, axis: str, *, keep: bool) -> Reading:
+def _scatter(x: ValueReading, axis: str, *, keep: bool) -> ValueReading:
     """The reading of one place of dim 0 for every rank, of a value that ranks have summed.
 
     Args:
@@ -730,13 +732,13 @@ def _scatter(x: Reading, axis: str, *, keep: bool) -> Reading:
     target, (major, *dims) = x.minor_of(0), x.dims
     lost = {axis, *(d.axis for d in major)} if target is None else ()
     if target is not None:
-        dims[target - 1] = (*major, Digit(1, axis), *dims[target - 1])
+        dims[target - 1] = (*major, DimSplit(1, axis), *dims[target - 1])
     rows = ((), *dims) if keep else tuple(dims)
     minor = () if keep else tuple(m - 1 if m else None for m in x.minor[1:])
     return replace(x.bare, dims=rows, minor=minor).losing(lost)
 
 
-def _exchange(x: Reading, axis: str) -> Reading:
+def _exchange(x: ValueReading, axis: str) -> ValueReading:
     """The reading of what an ``all_to_all`` gives: places of dim 0 for this rank, by source."""
     if axis in x.partial or axis in x.varying or axis in x.unknown or x.minor_of(0) is None:
         return x.bare.losing({axis, *(d.axis for d in x.dims[0])})
@@ -752,10 +754,11 @@ def _exchange(x: Reading, axis: str) -> Reading:
     return replace(made, dims=(stacked, *made.dims[1:]), minor=())
 
 
-def _communicate(equation: Equation, x: Reading) -> Reading | None:
+def _communicate(equation: Equation, x: ValueReading) -> ValueReading | None:
     """The reading of the result of a collective or a statement of one value; None: of another."""
     name, plain = equation.name, replace(x, minor=(), index=None)
-    axis: Any = equation.args[1] if len(equation.args) > 1 else None
+    args: Any = equation.args
+    axis: Any = args[1] if args[1:] else None
     if name in ("psum", "pbroadcast", "assume_replicated"):
         return plain.without({axis})
     if name in ("pmax", "pmin"):  # not linear
@@ -767,9 +770,9 @@ def _communicate(equation: Equation, x: Reading) -> Reading | None:
     if name == "all_to_all":
         return _exchange(x, axis)
     if name == "ppermute":
-        everyone = len({*equation.args[4]}) == equation.args[2]
-        # every summand is still there once
-        return plain if axis in x.partial and everyone else plain.losing({axis})
+        # where all ranks receive, every summand is still there once
+        once = len({*args[4]}) == args[2]
+        return plain if axis in x.partial and once else plain.losing({axis})
     if name == "vary":
         return plain if axis in x.axes else plain.losing({axis})
     if name in ("require_replicated", "assume_share", "require_share", "barrier"):
@@ -777,14 +780,14 @@ def _communicate(equation: Equation, x: Reading) -> Reading | None:
     return None
 
 
-def _take(equation: Equation, readings: Sequence[Reading]) -> Reading | None:
+def _take(equation: Equation, readings: Sequence[ValueReading]) -> ValueReading | None:
     """The reading of the place of dim 0 that has this rank's index; None: of something else."""
     x, index = readings
     axis, minor = index.index, x.minor_of(0)
     if equation.args[1] != 0 or axis is None or minor is None or axis in x.axes:
         return None
     major, *dims = x.dims
-    dims[minor - 1] = (*major, Digit(1, axis), *dims[minor - 1])
+    dims[minor - 1] = (*major, DimSplit(1, axis), *dims[minor - 1])
     return replace(x.bare, dims=((), *dims))
 
 
@@ -792,11 +795,17 @@ class ReadingFlow:
     """One pass over a program, as `functron.program.check` makes one.
 
     Attributes:
-        readings: of every value anywhere; in a scan, what holds in all iterations.
+        differs: of every value the axes over which it differs, by that.
+        readings: of every value; of those in a scan, of all its iterations together.
     """
 
-    def __init__(self, axes: Iterable[str], unknown: Collection[Var] = ()):
-        self.axes = frozenset(axes)
+    def __init__(
+        self,
+        axes: Iterable[str],
+        differs: Mapping[Var, frozenset[str]],
+        unknown: Collection[Var] = (),
+    ):
+        self.axes, self.differs = frozenset(axes), differs
         self.readings = {value: read_whole(value, unknown=self.axes) for value in unknown}
 
     def add_input(self, given: Input, sizes: Mapping[str, int]) -> None:
@@ -810,13 +819,19 @@ class ReadingFlow:
         self.readings[given.var] = reading
 
     def read_block(self, block: Block) -> None:
+        """Read every result of a block whose inputs are read."""
         for equation in block.equations:
             found = self._read_equation(equation)
             for value, reading in zip(equation.outputs, found, strict=True):
-                if value is not None:
-                    self.readings[value] = reading
+                if value is None:
+                    continue
+                more = self.differs[value] - reading.axes
+                # zeros like another value vary with it by the check, and are the same all the same
+                if equation.name not in _FILLS and len(reading.even) < max(len(value.shape), 1):
+                    reading = reading.losing(more)
+                self.readings[value] = reading
 
-    def _read_equation(self, equation: Equation) -> Sequence[Reading]:
+    def _read_equation(self, equation: Equation) -> Sequence[ValueReading]:
         operands = [self.readings[value] for value in equation.operands]
         if isinstance(equation.op, Scan):
             return self._read_scan(equation.op, operands)
@@ -838,14 +853,14 @@ class ReadingFlow:
                 return made
         return [self._lose(value, operands) for value in equation.outputs]
 
-    def _lose(self, value: Var | None, operands: Sequence[Reading]) -> Reading:
-        """What is known of a result that no rule tells of."""
+    def _lose(self, value: Var | None, operands: Sequence[ValueReading]) -> ValueReading:
+        """The reading of a result that no rule tells of."""
         unknown = frozenset().union(*(x.unknown for x in operands))
         axes = frozenset().union(*(x.axes for x in operands))
         dims = () if value is None else ((),) * len(value.shape)
-        return Reading(dims, varying=axes - unknown, unknown=unknown)
+        return ValueReading(dims, varying=axes - unknown, unknown=unknown)
 
-    def _follow_rule(self, equation: Equation, operands: list) -> Sequence[Reading] | None:
+    def _follow_rule(self, equation: Equation, operands: list) -> Sequence[ValueReading] | None:
         rule = _RULES.get(equation.name)
         if rule is None and torch.Tag.pointwise in equation.op.tags:  # type: ignore[union-attr]
             rule = _pointwise
@@ -855,19 +870,20 @@ class ReadingFlow:
         if made is None:
             return None
         found = _apply(made, operands)
-        kept = operands[0].index if equation.name in _COPIES else None
+        same = equation.name in _COPIES or (equation.name == "add" and equation.args[1] == 0)
+        kept = operands[0].index if same else None
         return [replace(x, index=kept) for x in found] if kept else found
 
-    def _read_scan(self, op: Scan, operands: list[Reading]) -> list[Reading]:
+    def _read_scan(self, op: Scan, operands: list[ValueReading]) -> list[ValueReading]:
         """Read the body until what the carry has in all iterations repeats."""
         consts, carry, xs = op.divide(operands)
         rows = [replace(x.bare.losing({d.axis for d in x.dims[0]}), dims=x.dims[1:]) for x in xs]
-        outputs: list[Reading] = []
+        outputs: list[ValueReading] = []
         while True:
             given = zip(op.body.inputs, [*consts, *carry, *rows], strict=True)
             self.readings.update(given)
             self.read_block(op.body)
-            outputs = [self.readings[v] if isinstance(v, Var) else Reading(())
+            outputs = [self.readings[v] if isinstance(v, Var) else ValueReading(())
                        for v in op.body.outputs]  # fmt: skip
             joined = [_join(*pair) for pair in zip(carry, outputs, strict=False)]
             if joined == carry:

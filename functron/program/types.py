@@ -9,12 +9,24 @@
 * unknown: processes cannot tell without a word from the others.
 
 That a value is replicated or not is exact, in simulation and in traces (`functron.program.check`).
-Split and partial are readings of what differs, and follow from the equations of a trace: an
-equation of this rank's shards is read as one of whole values where its dims say so. A product that
-sums over a split dim is partial, a `psum` takes that away. What follows from no rule is varying:
-biases added to partial values, softmax along a split dim, an ``arange`` added along one. A reading
-is therefore a promise: ranks' parts, put together as it says, are what the same operations give of
-whole values.
+Split and partial are readings of what differs, and follow from the equations of a trace
+(`functron.program.readings`): an equation of this rank's shards is read as one of whole values
+where its dims say so. A product that sums over a split dim is partial, a `psum` takes that away.
+What follows from no rule is varying: biases added to partial values, softmax along a split dim, an
+``arange`` added along one. A reading is therefore a promise: ranks' parts, put together as it says,
+are what the same operation gives of whole values.
+
+Types are those of spmd_types (Meta's, of DTensor's lineage) in all of its published examples, but:
+
+* it tells invariant from replicated values, by what their gradients are; there is one kind here, as
+  gradients are those of the product of all ranks, and `sync_gradients` adds them up;
+* it refuses what would lose a partial sum (its nonlinear functions, its product with another, its
+  sum with what is not partial); here that is varying, since a rank may mean its own value, and an
+  annotation is what refuses it (`typed`). ``torch.where`` of two partial values is partial;
+* ``S(i)`` is a type of its own here, and an error of its global types is varying;
+* an ``all_gather`` of what is split is replicated whatever dim is named; in JAX it stays varying;
+* converting without communication (replicated to split or partial) is code here: a slice by
+  `lax.axis_index` is split where `functron.spmd.spec.take` made it, otherwise varying.
 """
 
 from __future__ import annotations
@@ -32,24 +44,24 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 
-from functron.core import compat
+from functron.core import compat, tree
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.core.scopes import set_during
-from functron.core.typing import Dims, Partial, Varying, match_dims
+from functron.core.typing import Partial, Varying, match_dims
 from functron.program.check import varying
 from functron.program.equations import Block, Code, Equation, Input, Var
-from functron.program.readings import Reading, ReadingFlow, read_spec
+from functron.program.readings import ReadingFlow, ValueReading, read_spec, read_whole
 from functron.program.recorder import Recorder, active, keeper
 from functron.spmd.axes import BoundAxis, SimulatedAxis, scope, user_line
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
 from functron.spmd.spec import P, as_entry, dim_axes, local_shape, problems, spec_axes
 
-Kind = Literal["replicated", "split", "partial", "varying", "unknown"]
+AxisKind = Literal["replicated", "split", "partial", "varying", "unknown"]
 
 
 @dataclass(frozen=True)
 class AxisType:
-    """What the ranks along one mesh axis hold of a value.
+    """The type of a value along one mesh axis: which of it the axis' ranks hold.
 
     Attributes:
         dim: of this rank's value, that the axis splits; None where it splits none.
@@ -57,7 +69,7 @@ class AxisType:
         blocks: this rank's value has so many blocks along the dim, each of them a part; 1 mostly.
     """
 
-    kind: Kind
+    kind: AxisKind
     dim: int | None = None
     inside: tuple[str, ...] = ()
     blocks: int = 1
@@ -87,7 +99,7 @@ class ValueType:
     axes: tuple[tuple[str, AxisType], ...] = ()
 
     def __getitem__(self, axis: str) -> AxisType:
-        """What the ranks of an axis hold; of an axis that is not there, the same."""
+        """Its type along an axis; replicated along one that is not there."""
         return dict(self.axes).get(axis, AxisType("replicated"))
 
     @property
@@ -120,7 +132,7 @@ class ValueType:
 
 
 def _make_type(
-    shape: Sequence[int], dtype: torch.dtype, reading: Reading, differs: Collection[str],
+    shape: Sequence[int], dtype: torch.dtype, reading: ValueReading, differs: Collection[str],
     axes: Iterable[str],
 ) -> ValueType:  # fmt: skip
     """The type of a value that differs between the ranks of some axes, by its reading."""
@@ -162,13 +174,12 @@ def type_of_value(program: Code, name: str) -> ValueType:
         refuse(f"{program.name} has no such value", "name", repr(name), "one that its text shows",
                nearest(f"%{wanted}", known))  # fmt: skip
     sizes = _sizes_of(program.mesh)
-    flow = ReadingFlow(sizes)
+    flow = ReadingFlow(sizes, varying(program))
     for given in program.inputs:
         flow.add_input(given, sizes)
     flow.read_block(program.block)
-    differs = varying(program).get(found, frozenset())
     reading = flow.readings.get(found) or read_whole(found)
-    return _make_type(found.shape, found.dtype, reading, differs, sizes)
+    return _make_type(found.shape, found.dtype, reading, flow.differs[found], sizes)
 
 
 def _values_of(equation: Equation) -> list[Var]:
@@ -189,18 +200,19 @@ def _type_while_traced(recorder: Recorder, x: torch.Tensor) -> ValueType:
     # inputs of a body that is not recorded to its end: what they are follows from what it returns
     used = (value for equation in equations for value in equation.operands)
     unknown = dict.fromkeys(value for value in (*used, var) if value not in known)
-    flow = ReadingFlow(sizes, unknown)
-    for each in given:
-        flow.add_input(each, sizes)
     inputs = [*given, *(Input(value, "", P(tuple(sizes))) for value in unknown)]
     block = Block(tuple(each.var for each in inputs), equations, ())
+    nothing = tree.structure(())
+    code = Code("", Mesh(**scope().traced), block, tuple(inputs), (), nothing, nothing)
+    flow = ReadingFlow(sizes, varying(code), unknown)
+    for each in given:
+        flow.add_input(each, sizes)
     flow.read_block(block)
-    code = Code("", Mesh(**scope().traced), block, tuple(inputs), (), None, None)  # type: ignore
     reading = flow.readings[var]
     if batched:  # the dims of a vmap inside of the program are not this value's
         reading = reading.losing({d.axis for dim in batched.values() for d in reading.dims[dim]})
         reading = replace(reading, dims=tuple(reading.dims[d] for d in own), minor=())
-    return _make_type(x.shape, x.dtype, reading, varying(code)[var], sizes)
+    return _make_type(x.shape, x.dtype, reading, flow.differs[var], sizes)
 
 
 @public
@@ -290,7 +302,7 @@ def _type_here(x: Any, shape: tuple, dtype: torch.dtype) -> ValueType:
         return ValueType(shape, dtype)
     if not tensor:
         sizes = [name for name, size in here.traced.items() if size > 1]
-        return _make_type(shape, dtype, Reading(()), (), sizes)
+        return _make_type(shape, dtype, ValueReading(()), (), sizes)
     return _type_while_traced(recorder, x)
 
 
@@ -335,9 +347,10 @@ def typed(fn: F) -> F:
     ... ) -> Float[Tensor, "batch embed"] @ P("dp") @ Partial("tp"):
     ...     return x @ w
 
-    Sizes are this rank's; the same word is the same size within one call. Tuples, lists and dicts
-    of annotations work. What `typeof` cannot tell passes: in simulation whether a value that varies
-    is split or partial, on processes all of it, which is why they check on fake tensors first.
+    Sizes are this rank's; the same word is the same size within one call. Dims and dtypes are
+    checked where jaxtyping is installed. Tuples, lists and dicts of annotations work. What `typeof`
+    cannot tell passes: in simulation whether a value that varies is split or partial, on processes
+    all of it, which is why they check on fake tensors first.
 
     Raises:
         TypeError: there is no annotation.
@@ -383,7 +396,7 @@ def _evaluate_hints(fn: Callable) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What an annotation says of a tensor.
+    """An annotation of a tensor, read.
 
     Attributes:
         dtypes: names; None: any.
@@ -408,19 +421,18 @@ def _dtype_words(dtypes: tuple[str, ...]) -> str:
 
 
 def _read_hint(path: str, hint: Any) -> _Wanted | None:
-    """What an annotation says of a tensor; None: it is of something else."""
+    """An annotation of a tensor, read; None: it is of something else."""
     marks: Sequence[Any] = ()
     if typing.get_origin(hint) is Annotated:
         hint, *marks = typing.get_args(hint)
-    dims = next((m for m in marks if isinstance(m, Dims)), None)
-    if dims is None and hasattr(hint, "dim_str"):  # jaxtyping's
-        any_dtype = not isinstance(hint.dtypes, (list, tuple))
-        dims = Dims(None if any_dtype else tuple(hint.dtypes), hint.dim_str)
-    elif hint is not torch.Tensor and dims is None:
+    dtypes = dims = None
+    if hasattr(hint, "dim_str"):  # jaxtyping's
+        dtypes = tuple(hint.dtypes) if isinstance(hint.dtypes, (list, tuple)) else None
+        dims = hint.dim_str
+    elif hint is not torch.Tensor:
         return None
     placed = [m for m in marks if isinstance(m, (P, Partial, Varying))]
-    axes = _read_marks(path, placed) if placed else None
-    return _Wanted(None, None, axes) if dims is None else _Wanted(dims.dtypes, dims.text, axes)
+    return _Wanted(dtypes, dims, _read_marks(path, placed) if placed else None)
 
 
 def _read_marks(path: str, marks: Sequence[Any]) -> dict[str, AxisType]:
@@ -444,7 +456,7 @@ def _read_marks(path: str, marks: Sequence[Any]) -> dict[str, AxisType]:
 
 
 def _problems_of(path: str, hint: Any, value: Any, sizes: dict[str, Any]) -> Iterator[Problem]:
-    """What is wrong with a value by its annotation, whose words for dims have these sizes."""
+    """The problems of a value by its annotation, whose words for dims have these sizes."""
     options = [hint]
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

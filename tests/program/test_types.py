@@ -15,6 +15,7 @@ import functron as ft
 from functron import Mesh, P, lax, random
 from functron.core.typing import Float, Int, Partial, Shaped, Tensor, Varying, match_dims
 from functron.program.types import AxisType, ValueType
+from functron.spmd.spec import DimCut, join, take
 
 MESH = Mesh(dp=2, tp=2)
 AXES = ("dp", "tp")
@@ -217,6 +218,25 @@ def test_sequence_parallel_layers():
         "hidden": "dp: split dim 0, tp: split dim 2",
         "partial": "dp: split dim 0, tp: partial",
         "again": "dp: split dim 0, tp: split dim 1",
+    }
+
+
+def test_parts_that_a_rank_takes():
+    def program(note, x):
+        for dim in (-1, -2):
+            cuts = (DimCut(dim, ("tp",)),)
+            part = note(f"part of {dim}", take(x, cuts))
+            note(f"whole along {dim}", join(part, cuts))
+        note("my row", x.index_select(0, lax.axis_index("tp").reshape(1)))
+        note("first", torch.where(lax.axis_index("tp") == 0, x, 0.0))
+
+    assert types_of(program, TALL, in_specs=P("dp")) == {
+        "part of -1": "dp: split dim 0, tp: split dim 1",
+        "whole along -1": "dp: split dim 0, tp: replicated",
+        "part of -2": "dp: split dim 0, tp: split dim 0 inside dp",
+        "whole along -2": "dp: split dim 0, tp: replicated",
+        "my row": "dp: varying, tp: varying",
+        "first": "dp: split dim 0, tp: varying",
     }
 
 
