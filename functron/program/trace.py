@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -23,9 +24,10 @@ from functron.program.cost import collectives_diff, cost
 from functron.program.equations import Block, Code, Input, Output, Scan, Var, contiguous_strides
 from functron.program.interpreter import run_in_lockstep
 from functron.program.memory import memory
+from functron.program.readings import ReadingFlow
 from functron.program.recorder import Recorder, active, keeper
 from functron.program.timeline import timeline
-from functron.program.types import type_of_value
+from functron.program.types import ValueType, read_program, type_of_value
 from functron.spmd.axes import enter, scope
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import MappedFunction
@@ -50,13 +52,31 @@ class Program(Code):
     cost = public(cost)
     memory = public(memory)
     timeline = public(timeline)
-    typeof = public(type_of_value)
 
     def __str__(self) -> str:
         return text.format(self)
 
     def __repr__(self) -> str:
         return f"<{text.header(self)}>"
+
+    @public
+    def typeof(self, name: str) -> ValueType:
+        """The type of one of its values by name, as `functron.typeof` of the value in the program.
+
+        A value in a scan has the type that holds in all iterations.
+
+        >>> total = ft.shard_map(lambda x: lax.psum(x, "dp"), ft.Mesh(dp=2), P("dp"), P())
+        >>> ft.trace(total)(torch.ones(4)).typeof("%psum")
+        float32[2] {dp: replicated}
+
+        Raises:
+            ValueError: no value has this name; with the nearest ones.
+        """
+        return type_of_value(self, name, self._readings)
+
+    @cached_property
+    def _readings(self) -> ReadingFlow:
+        return read_program(self)
 
     @public
     def diff(

@@ -157,29 +157,29 @@ def _sizes_of(mesh: Mesh | BoundMesh) -> dict[str, int]:
     return {name: size for name, size in mesh.shape.items() if size > 1}
 
 
-def type_of_value(program: Code, name: str) -> ValueType:
-    """The type of a value of a program by its name, ``"%relu_1"``; see `typeof`.
-
-    A value in a scan has the type that holds in all iterations.
-
-    Raises:
-        ValueError: no value has this name; with the nearest ones.
-    """
-    wanted = name.removeprefix("%")
-    inner = (v for e, _ in program.block.walk() for v in _values_of(e))
-    found = next((v for v in (*program.block.inputs, *inner) if v.name == wanted), None)
-    if found is None:
-        known = {f"%{v.name}" for v in program.block.inputs}
-        known |= {f"%{v.name}" for e, _ in program.block.walk() for v in _values_of(e)}
-        refuse(f"{program.name} has no such value", "name", repr(name), "one that its text shows",
-               nearest(f"%{wanted}", known))  # fmt: skip
+def read_program(program: Code) -> ReadingFlow:
+    """The readings of all values of a program."""
     sizes = _sizes_of(program.mesh)
     flow = ReadingFlow(sizes, varying(program))
     for given in program.inputs:
         flow.add_input(given, sizes)
     flow.read_block(program.block)
+    return flow
+
+
+def type_of_value(program: Code, name: str, flow: ReadingFlow) -> ValueType:
+    """The type of a value of a program by its name, from the readings of all."""
+    values = [*program.block.inputs]
+    values += [v for e, _ in program.block.walk() for v in _values_of(e)]
+    wanted = name.removeprefix("%")
+    found = next((v for v in values if v.name == wanted), None)
+    if found is None:
+        fix = nearest(f"%{wanted}", {f"%{v.name}" for v in values})
+        title = f"{program.name} has no such value"
+        refuse(title, "name", repr(name), "one that its text shows", fix)
     reading = flow.readings.get(found) or read_whole(found)
-    return _make_type(found.shape, found.dtype, reading, flow.differs[found], sizes)
+    axes = _sizes_of(program.mesh)
+    return _make_type(found.shape, found.dtype, reading, flow.differs[found], axes)
 
 
 def _values_of(equation: Equation) -> list[Var]:
