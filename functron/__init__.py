@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from functron.program import debug
     from functron.program.debug import show, visualize_sharding
     from functron.program.trace import Program, eval_shape, trace
+    from functron.program.types import typeof
     from functron.spmd import (
         CONTEXT_AXES,
         DATA_AXES,

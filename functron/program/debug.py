@@ -26,6 +26,7 @@ from functron.core.errors import Problem, full_tracebacks, public, raise_problem
 from functron.core.scopes import phase
 from functron.core.tables import MAX_LINES, Table, bytes_text
 from functron.program.recorder import active
+from functron.program.types import check_types, typed
 from functron.spmd.axes import BoundAxis, SimulatedAxis, TracedAxis, scope, user_line
 from functron.spmd.donation import Donated, snapshot_donated
 from functron.spmd.mesh import BoundMesh, Mesh
@@ -44,10 +45,12 @@ from functron.spmd.spec import (
 
 __all__ = [
     "check_grads",
+    "check_types",
     "full_tracebacks",
     "print",
     "show",
     "snapshot_donated",
+    "typed",
     "visualize_sharding",
 ]
 

@@ -35,6 +35,7 @@ from functron.program.equations import (
     Block,
     ControlFlow,
     Equation,
+    Input,
     Strided,
     Switch,
     TensorType,
@@ -252,6 +253,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         constants: real tensors that the program uses without having been passed them, by `Var`.
+        given: the inputs of the program, as far as they are known.
     """
 
     supports_higher_order_operators = True  # to refuse them with an explanation
@@ -261,6 +263,7 @@ class Recorder(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.fake.cache_enabled = False  # see `_compute`
         self.constants: dict[Var, torch.Tensor] = {}
+        self.given: list[Input] = []
         self._root = self._frame = Frame()
         self._vars: dict[int, tuple[torch.Tensor, Var]] = {}  # keeps tensors: ids stay theirs
         self._reals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -293,12 +296,17 @@ class Recorder(TorchDispatchMode):
             self._frame = inner.outer
 
     @property
+    def frames(self) -> list[Frame]:
+        """The frames that what runs here is recorded in, from the program's own inwards."""
+        found: list[Frame] = [self._frame]
+        while (outer := found[0].outer) is not None:
+            found.insert(0, outer)
+        return found
+
+    @property
     def depth(self) -> int:
         """The number of scan bodies, one in the other, that what runs here is recorded in."""
-        depth, frame = 0, self._frame.outer
-        while frame is not None:
-            depth, frame = depth + 1, frame.outer
-        return depth
+        return len(self.frames) - 1
 
     # --- tensors and values
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -33,8 +34,10 @@ from functron.program.equations import (
 )
 from functron.program.interpreter import run_in_lockstep
 from functron.program.memory import memory
+from functron.program.readings import ReadingFlow
 from functron.program.recorder import Recorder, active, keeper
 from functron.program.timeline import timeline
+from functron.program.types import ValueType, read_program, type_of_value
 from functron.spmd.axes import enter, scope
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import MappedFunction
@@ -94,6 +97,25 @@ class Program(Code):
             [p for name in runs if (p := _find_misfit(name, runs[name], found))],
         )
         return replace(self, block=_assume_runs(self.block, runs))
+
+    @public
+    def typeof(self, name: str) -> ValueType:
+        """The type of one of its values by name, as `functron.typeof` of the value in the program.
+
+        A value in a scan has the type that holds in all iterations.
+
+        >>> total = ft.shard_map(lambda x: lax.psum(x, "dp"), ft.Mesh(dp=2), P("dp"), P())
+        >>> ft.trace(total)(torch.ones(4)).typeof("%psum")
+        float32[2] {dp: replicated}
+
+        Raises:
+            ValueError: no value has this name; with the nearest ones.
+        """
+        return type_of_value(self, name, self._readings)
+
+    @cached_property
+    def _readings(self) -> ReadingFlow:
+        return read_program(self)
 
     @public
     def diff(
@@ -272,7 +294,7 @@ class _Trace:
             TypeError,
         )
         specs = self._flatten_specs(leaves, paths)
-        inputs: list[Input] = []
+        inputs = self.recorder.given
         fakes: list[Any] = []
         for leaf, path, spec in zip(leaves, paths, specs, strict=True):
             if not isinstance(leaf, torch.Tensor):
@@ -291,9 +313,6 @@ class _Trace:
         ):
             result = self.fn(*tree.unflatten(structure, fakes))
             outputs, out_structure = self._flatten_outputs(result)
-        inputs += [
-            Input(var, name, P(name), role="axis_index") for name, (_, var) in self.indices.items()
-        ]
         if keeper() is None:  # `functron.partition` asks at each call
             refuse_tracked(self.name, self.recorder.constants.values())
         inputs += [
@@ -353,7 +372,9 @@ class _Trace:
     def _axis_index(self, name: str) -> torch.Tensor:
         if name not in self.indices:
             fake = self.recorder.empty((), (), torch.int64, "cpu")
-            self.indices[name] = (fake, self.recorder.input(fake, f"{name}_index", root=True))
+            var = self.recorder.input(fake, f"{name}_index", root=True)
+            self.indices[name] = (fake, var)
+            self.recorder.given.append(Input(var, name, P(name), role="axis_index"))
         return self.indices[name][0]
 
     def _flatten_outputs(self, result: Any) -> tuple[list[Output], tree.Structure]:

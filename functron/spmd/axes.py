@@ -324,6 +324,7 @@ class Scope:
         named: collects the axes that programs name; None: not collected.
         uneven: the axes of which not all ranks may come to a collective here: each with a function
             of the collective's name and the axis', which is called before it starts.
+        given: the values that the program was called with on this rank, each with its spec.
     """
 
     axes: dict[str, Axis | None] = field(default_factory=dict)
@@ -334,6 +335,7 @@ class Scope:
     shares: SimulatedAxis | None = None
     named: set[str] | None = None
     uneven: Mapping[str, Callable[[str, str], object]] = field(default_factory=dict)
+    given: Sequence[tuple[Any, Any]] = ()
 
 
 _scope: contextvars.ContextVar[Scope] = contextvars.ContextVar("functron_scope", default=Scope())  # noqa: B039

@@ -485,10 +485,16 @@ class MappedFunction:
         return tuple(self.in_specs)
 
     def _compute(
-        self, f: Callable, structure: tree.Structure, recorder: LineRecorder | None, values: list
+        self,
+        f: Callable,
+        structure: tree.Structure,
+        recorder: LineRecorder | None,
+        in_specs: list,
+        values: list,
     ) -> tuple[list, list[P | None], tree.Structure]:
         """`f` of flat values: its flat outputs with their specs, checked, and their structure."""
-        out = f(*_make_arguments(structure, values))
+        with enter(replace(scope(), given=tuple(zip(values, in_specs, strict=True)))):
+            out = f(*_make_arguments(structure, values))
         (outputs, made), paths = tree.flatten(out), tree.paths(out)
         title = f"shard_map cannot assemble what {self.name} returns"
         refuse_holders(title, "output", out)
@@ -538,7 +544,7 @@ class MappedFunction:
         mesh, key = self._mapped.mesh, _signature(structure, leaves)
         new = self.check and (key is None or key not in self._checked)
         try:
-            body = functools.partial(self._compute, self.f, structure, None)
+            body = functools.partial(self._compute, self.f, structure, None, specs)
             made = run_ranks(body, mesh, leaves, specs, check=self.check, shares=new)
             self._checked.add(key)
             return made
@@ -578,7 +584,7 @@ class MappedFunction:
                     shape = sharding.global_shape(leaf.shape, spec, mesh) if bound else leaf.shape
                     empty[i] = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
             f = close([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in hidden])
-            body = functools.partial(self._compute, f, structure, r)
+            body = functools.partial(self._compute, f, structure, r, specs)
             run_ranks(body, mesh.mesh, empty, specs, check=True)
 
     def _run_bound(self, leaves: list, structure, specs: list) -> Any:
@@ -631,7 +637,7 @@ class MappedFunction:
             local = [at_entry(*row) for row in zip(leaves, specs, strict=True)]
             hidden, close = hoist(self.f)
             f = close([at_entry(tensor, P()) for tensor in hidden])
-            outputs, out_specs, result = self._compute(f, structure, None, local)
+            outputs, out_specs, result = self._compute(f, structure, None, specs, local)
             made = [at_exit(*row) for row in zip(outputs, out_specs, strict=True)]
         return tree.unflatten(result, made)
 

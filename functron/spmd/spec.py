@@ -14,7 +14,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -59,6 +59,10 @@ class P(tuple):
 
     def __repr__(self) -> str:
         return f"P({', '.join(map(repr, self))})"
+
+    def __rmatmul__(self, hint: Any) -> Any:
+        """The annotation ``Float[Tensor, "batch embed"] @ P("dp")``; see `functron.debug.typed`."""
+        return Annotated[hint, self]
 
 
 def is_spec(value: object) -> bool:

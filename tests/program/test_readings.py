@@ -1,0 +1,161 @@
+"""What types promise: ranks' parts, put together as they say, are the operation of whole values."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import torch
+
+import functron as ft
+from functron import Mesh, P, lax
+from functron.program.types import ValueType
+from functron.spmd.spec import local_shape
+
+MESH = Mesh(a=2, b=3)
+RANKS = list(itertools.product(range(2), range(3)))
+
+
+def put_together(parts, kind: ValueType, axes):
+    """The value whose parts the ranks of these axes hold; parts are by coordinate, {(a, b): x}."""
+    names = [name for name, _ in kind.axes]
+    # the innermost of the axes that split a dim are joined first
+    order = sorted(axes, key=lambda name: (len(kind[name].inside), kind[name].blocks), reverse=True)
+    for name in order:
+        at, place = kind[name], names.index(name)
+        groups: dict = {}
+        for coordinate, x in sorted(parts.items()):
+            key = tuple(0 if i == place else c for i, c in enumerate(coordinate))
+            groups.setdefault(key, []).append(x)
+        joined = {}
+        for key, rows in groups.items():
+            if len(rows) == 1:
+                joined[key] = rows[0]
+            elif at.kind == "replicated":
+                for row in rows[1:]:
+                    torch.testing.assert_close(row, rows[0])
+                joined[key] = rows[0]
+            elif at.kind == "partial":
+                joined[key] = sum(rows[1:], rows[0])
+            else:
+                dim, blocks = at.dim, at.blocks
+                # axes inside were joined before, so that a block is as long as they made it
+                pieces = [row.unflatten(dim, (blocks, -1)) for row in rows]
+                joined[key] = torch.cat(pieces, dim + 1).flatten(dim, dim + 1)
+        parts = joined
+    return parts
+
+
+UNARY = {
+    "relu": torch.relu,
+    "scale": lambda x: 3 * x,
+    "transpose": lambda x: x.transpose(0, -1),
+    "sum first": lambda x: x.sum(0),
+    "sum last": lambda x: x.sum(-1, keepdim=True),
+    "mean": lambda x: x.mean(0, keepdim=True),
+    "max": lambda x: x.amax(-1, keepdim=True),
+    "softmax": lambda x: torch.softmax(x, 0),
+    "log_softmax": lambda x: torch.log_softmax(x, -1),
+    "cumsum": lambda x: x.cumsum(0),
+    "flip": lambda x: x.flip(0),
+    "first": lambda x: x[0],
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "norm": lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+    "triangle": torch.tril,
+}
+BINARY = {
+    "add": torch.add,
+    "mul": torch.mul,
+    "mm": lambda x, y: x @ y,
+    "mmt": lambda x, y: x @ y.transpose(-2, -1),
+    "cat": lambda x, y: torch.cat([x, y], 0),
+    "stack": lambda x, y: torch.stack([x, y], 1),
+    "where": lambda x, y: torch.where(x > 0, x, y),
+    "square": lambda x, y: (x * y) @ (x * y).transpose(-2, -1),
+    "product of sums": lambda x, y: x.sum(-1) * y.sum(-1),
+    "linear": lambda x, y: torch.nn.functional.linear(x, y, y.sum(-1)),
+    "added bias": lambda x, y: torch.nn.functional.linear(x, y, torch.ones_like(y[:, 0])),
+}
+VIEWS = {
+    "flatten": lambda x: x.flatten(0, 1),
+    "flatten last": lambda x: x.flatten(-2, -1),
+    "halve": lambda x: x.unflatten(0, (-1, 2)),
+    "halve major": lambda x: x.unflatten(0, (2, -1)),
+    "halve last": lambda x: x.unflatten(-1, (-1, 2)),
+}
+
+
+OPERATIONS = {**UNARY, **BINARY, **VIEWS}
+
+
+def draw_steps(seed, shapes):
+    """A random program of values of these shapes: operations that fit, with operands' places."""
+    generator = random.Random(seed)
+    names = [*UNARY, *BINARY, *BINARY, *VIEWS, *VIEWS]
+    values, steps = [torch.zeros(shape) for shape in shapes], []
+    for _ in range(24):
+        name = generator.choice(names)
+        operands = [generator.randrange(len(values)) for _ in range(1 + (name in BINARY))]
+        try:
+            value = OPERATIONS[name](*(values[i] for i in operands))
+        except (RuntimeError, IndexError):
+            continue
+        if 0 < value.dim() <= 4:
+            values.append(value)
+            steps.append((name, operands))
+    return steps
+
+
+def run(steps, args):
+    values = list(args)
+    for name, operands in steps:
+        values.append(OPERATIONS[name](*(values[i] for i in operands)))
+    return values
+
+
+SPECS = [P("a"), P(None, "b"), P("a", "b"), P(("a", "b")), P(("b", "a")), P("b", "a"), P()]
+
+
+def check_promises(seed):
+    """Trace and simulate one program; how many promises of which kinds were compared."""
+    generator = random.Random(seed)
+    specs = tuple(generator.choice(SPECS) for _ in range(3))
+    torch.manual_seed(seed)
+    args = [torch.randn(12, 12, dtype=torch.float64) for _ in range(3)]
+    steps = draw_steps(seed, [local_shape((12, 12), spec, MESH) for spec in specs])
+    types: list[ValueType] = []
+
+    def traced(*args):
+        types.extend(map(ft.typeof, run(steps, args)))
+        return lax.psum(lax.axis_index(("a", "b")), ("a", "b"))
+
+    ft.trace(ft.shard_map(traced, MESH, specs, P()))(*args)
+
+    def program(*args):
+        return [lax.all_gather(lax.all_gather(v, "b"), "a") for v in run(steps, args)]
+
+    every = ft.shard_map(program, MESH, specs, P(), check=False)(*args)
+    count: dict[str, int] = {}
+    for place, (name, operands) in enumerate(steps, 3):
+        told = [n for n, at in types[place].axes if at.kind != "varying"]
+        wholes = [put_together({c: every[i][c] for c in RANKS}, types[i], told) for i in operands]
+        result = put_together({c: every[place][c] for c in RANKS}, types[place], told)
+        for coordinate, got in result.items():
+            given = [whole[coordinate] for whole in wholes]
+            if name in VIEWS:
+                want = given[0].reshape(got.shape)
+            else:
+                want = OPERATIONS[name](*given)
+            words = f"{name} of {[types[i] for i in operands]} to {types[place]}"
+            assert torch.allclose(got, want, rtol=1e-10, atol=1e-10), words
+        for _, at in types[place].axes:
+            count[at.kind] = count.get(at.kind, 0) + 1
+    return count
+
+
+def test_parts_put_together_are_the_operation_of_whole_values():
+    total: dict[str, int] = {}
+    for seed in range(40):
+        for kind, number in check_promises(seed).items():
+            total[kind] = total.get(kind, 0) + number
+    assert min(total[k] for k in ("split", "partial", "varying", "replicated")) > 25, total
