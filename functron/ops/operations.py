@@ -18,6 +18,7 @@ assignment of rows to threads, the host's side of ``kernels/rows.cuh``.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -149,7 +150,7 @@ def define(
         in_place = functools.partial(_call_in_place, name, raw)
         return Op(name, raw, reference, kernel, False, in_place)
     assert batch is not None, f"{name} needs a vmap rule"
-    function = _function(name, raw, batch, gradient)
+    function = _function(name, raw, batch, gradient, reference)
     torch.library.register_vmap(f"functron::{name}", _rule(batch, raw), lib=_LIBRARY)
     return Op(name, raw, reference, kernel, gradient is not None, _calling(function))
 
@@ -157,8 +158,8 @@ def define(
 def differentiate(name: str, formula: Callable, gradient: Gradient | Callable) -> Callable:
     """The function ``(*args)`` that computes `formula` and is differentiated as an op would be.
 
-    It is none: programs and compilers see torch's operations. Both orders of grad and vmap work;
-    forward mode does not (`compat.pushing_forward`).
+    It is none: programs and compilers see torch's operations. Both modes and all orders of grad and
+    vmap work.
 
     Args:
         name: of its node on the tape.
@@ -172,7 +173,7 @@ def differentiate(name: str, formula: Callable, gradient: Gradient | Callable) -
         out = torch.func.vmap(mapped, in_dims)(*args)
         return out, (0,) * len(out) if isinstance(out, tuple) else 0
 
-    return _calling(_function(name, formula, batch, gradient))
+    return _calling(_function(name, formula, batch, gradient, mapped))
 
 
 def _calling(function: Any) -> Callable:
@@ -206,9 +207,16 @@ def _rule(batch: Callable, op: Callable) -> Callable:
     return rule
 
 
-def _function(name: str, raw: Any, batch: Callable, gradient: Gradient | Callable | None) -> Any:
-    """The autograd Function around an entry."""
+def _function(
+    name: str,
+    raw: Any,
+    batch: Callable,
+    gradient: Gradient | Callable | None,
+    formula: Callable,
+) -> Any:
+    """The autograd Function around an entry; tangents are those of `gradient` or of `formula`."""
     rule = _of_formula(gradient) if callable(gradient) else gradient
+    pushed = gradient if callable(gradient) else formula
 
     class Node(Function):
         generate_vmap_rule = False
@@ -228,10 +236,7 @@ def _function(name: str, raw: Any, batch: Callable, gradient: Gradient | Callabl
         @staticmethod
         def backward(ctx, *cotangents) -> Any:
             if rule is None:
-                raise ValueError(
-                    f"functron::{name} has no derivative; "
-                    'fix: pass kernels=functron.ops.use("reference") where higher ones are wanted'
-                )
+                raise _underivable(name)
             grads = tuple(rule.backward(_load_saved(ctx), cotangents))
             assert len(grads) == ctx.num_inputs, name
             return grads
@@ -239,10 +244,16 @@ def _function(name: str, raw: Any, batch: Callable, gradient: Gradient | Callabl
         @staticmethod
         def jvp(ctx, *tangents) -> Any:
             raise ValueError(
-                f"got forward-mode differentiation (jvp, jacfwd, hessian) of functron::{name}; "
-                'wanted reverse mode; fix: pass kernels=functron.ops.use("reference"), which has '
-                "both"
+                f"got torch.autograd.forward_ad of functron::{name}, whose tangents it switches "
+                "off; wanted a transform; fix: functron.jvp or torch.func.jvp"
             )
+
+        @classmethod
+        def push(cls, primals, tangents) -> Any:
+            if rule is None:
+                raise _underivable(name)
+            out = cls.apply(*primals)
+            return out, _push_formula(pushed, rule.auxiliary, primals, tangents)
 
         @staticmethod
         def vmap(info, in_dims, *args) -> Any:
@@ -250,6 +261,38 @@ def _function(name: str, raw: Any, batch: Callable, gradient: Gradient | Callabl
 
     Node.__name__ = Node.__qualname__ = "".join(part.title() for part in name.split("_"))
     return Node
+
+
+def _underivable(name: str) -> ValueError:
+    return ValueError(
+        f"functron::{name} has no derivative; "
+        'fix: pass kernels=functron.ops.use("reference") where higher ones are wanted'
+    )
+
+
+def _push_formula(
+    formula: Callable, auxiliary: Sequence[int], primals: Sequence, tangents: Sequence
+) -> Any:
+    """The tangents of the results of a formula; None of those that have no derivative."""
+    moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+    derivable: list[bool] = []  # one per result
+    single = False
+
+    def of_moving(*values: torch.Tensor) -> tuple:
+        nonlocal single
+        args = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            args[i] = value
+        out = formula(*args)
+        single = isinstance(out, torch.Tensor)
+        outputs = (out,) if single else out
+        derivable[:] = [tree.is_float(x) and i not in auxiliary for i, x in enumerate(outputs)]
+        return tuple(itertools.compress(outputs, derivable))
+
+    given = tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving)
+    moved = iter(torch.func.jvp(of_moving, *given)[1])
+    found = tuple(next(moved) if one else None for one in derivable)
+    return found[0] if single else found
 
 
 def _without_derivative(ctx: Any, rule: Gradient | None, outputs: tuple) -> None:
