@@ -521,7 +521,7 @@ def remat(f: Callable | None = None, *, policy: RematPolicy = nothing) -> Callab
             ``offload("a", ...)``, or several joined by ``|``.
 
     Derivatives of any order and mode are those of `f`; what is differentiated in reverse of a
-    `functron.jvp` of it is computed again as well.
+    `functron.jvp` of it is computed again as well, all of it: there policies keep nothing.
 
     Raises:
         ValueError: a name of the policy that `f` never marks with `checkpoint_name`; `f` draws
@@ -661,8 +661,13 @@ def push_forward(
 class _Remat(LevelFunction):
     @classmethod
     def push(cls, primals, tangents) -> Any:
-        """Those of the function that computes results and tangents, computed again as well."""
+        """Those of the function that computes results and tangents, computed again as well.
+
+        Nothing is kept: torch takes operations with tangents apart in ways that differ between the
+        two runs.
+        """
         program, *operands = primals
+        program.memory.state = "spent"
         moving = [i for i, tangent in enumerate(tangents[1:]) if tangent is not None]
         floats: list[int] = []
 
