@@ -83,14 +83,16 @@ class Function(torch.autograd.Function):
                 return above.apply(*unwrap_dead_wrappers(operands))
         elif _is_plain(cls, operands, named):
             kind = functorch.peek_interpreter_stack().key()
+            if kind == TransformType.Jvp:
+                return _apply_pushed(cls, retrieve_current_functorch_interpreter(), operands)
+            if torch._C._len_torch_function_stack() and "jvp" not in transform_names():
+                return super().apply(*operands)
             if kind == TransformType.Grad:
                 return _apply_differentiated(
                     cls, retrieve_current_functorch_interpreter(), operands
                 )
             if kind == TransformType.Vmap and not cls.generate_vmap_rule:
                 return _apply_mapped(cls, retrieve_current_functorch_interpreter(), operands)
-            if kind == TransformType.Jvp:
-                return _apply_pushed(cls, retrieve_current_functorch_interpreter(), operands)
         elif functorch.peek_interpreter_stack().key() == TransformType.Jvp:
             _refuse_nested_jvp()
         return super().apply(*operands, **named)
@@ -119,7 +121,7 @@ class Function(torch.autograd.Function):
 def _is_plain(cls: type[Function], operands: tuple, named: dict[str, Any]) -> bool:
     """Whether a call has all operands in order, and no containers among them."""
     return (
-        not (named or torch._C._len_torch_function_stack())
+        not named
         and cls._num_operands in (None, len(operands))
         and not any(
             type(x) in pytree.SUPPORTED_NODES or isinstance(x, tuple)
@@ -225,7 +227,7 @@ def _apply_pushed(cls: type[Function], interpreter: Any, operands: tuple) -> Any
 
 
 class _PushContext:
-    """What `Function.setup_context` keeps for `jvp`."""
+    """The context in which `Function.setup_context` keeps values for `jvp`."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]):
         self.needs_input_grad, self.materializes = needs_input_grad, True

@@ -24,6 +24,7 @@ from functron.program.recorder import keeper, keeping
 from functron.spmd.axes import scope, user_line
 from functron.spmd.simulate import varying_axes
 from functron.transforms.capture import Relay, unwatched
+from functron.transforms.custom_vjp import custom_vjp
 from functron.transforms.gradient import (
     TensorSlots,
     check_leaves,
@@ -34,6 +35,7 @@ from functron.transforms.gradient import (
     require_replicated,
     share,
     split_output,
+    value_and_grad,
 )
 
 
@@ -105,9 +107,44 @@ class _Flat:
         return given
 
 
+class _WrittenOut:
+    """Runs transforms where a keeper would have recorded their calls, which have no tangents."""
+
+    def __init__(self, outer: Any):
+        self._outer = outer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._outer, name)
+
+    def stops_gradients(self) -> bool:
+        return self._outer.stops_gradients(written_out=True)
+
+    def value_and_grad(self, f, positions, has_aux: bool, args, kwargs) -> tuple[Any, tuple]:
+        def inside(*args, **kwargs):
+            with keeping(self):
+                return f(*args, **kwargs)
+
+        with keeping(None):
+            return value_and_grad(inside, positions, has_aux=has_aux)(*args, **kwargs)
+
+    def remat(self, f, policy, args, kwargs) -> tree.Tree:
+        return f(*args, **kwargs)
+
+    def custom_vjp(self, f, forward, backward, args) -> tree.Tree:
+        with keeping(None):
+            return custom_vjp(f, forward, backward)(*args)
+
+
 def _written_out() -> contextlib.AbstractContextManager:
     """Transforms in this with block run, also where a program would keep their calls whole."""
-    return contextlib.nullcontext() if keeper() is None else keeping(None)
+    outer = keeper()
+    if outer is None or isinstance(outer, _WrittenOut):
+        return contextlib.nullcontext()
+    return keeping(_WrittenOut(outer))
+
+
+def _differentiated_outside(f: Callable, args: tree.Tree) -> bool:
+    return keeper() is not None or is_differentiated_outside(f, args)
 
 
 def _relay(relay: Relay, f: Callable, has_aux: bool, call: Callable) -> tuple:
@@ -224,8 +261,9 @@ def linearize(f: Callable, *primals: tree.Tree, has_aux: bool = False) -> tuple:
     @public
     def push(*tangents: tree.Tree) -> tree.Tree:
         given = tuple(flat.take(tangents, "linearize"))
-        outer = is_differentiated_outside(f, (primals, tangents))
-        return flat.tangents(transpose(given, retain_graph=True, create_graph=outer))
+        outer = _differentiated_outside(f, (primals, tangents))
+        with _written_out():
+            return flat.tangents(transpose(given, retain_graph=True, create_graph=outer))
 
     return (out, push, aux) if has_aux else (out, push)
 
@@ -437,7 +475,7 @@ def jacrev(
             return made if has_aux else made[0]
         chosen = _Chosen.of("jacrev", f, argnums, args, kwargs)
         flat = _Flat(chosen.f, (chosen.value,), has_aux)
-        outer = is_differentiated_outside(f, (args, kwargs))
+        outer = _differentiated_outside(f, (args, kwargs))
         with _written_out():
             made: Any = torch.func.vjp(flat, *flat.moving, has_aux=True)
             floats, pull, others = made

@@ -487,6 +487,12 @@ def is_differentiated_outside(f: Callable, args: tree.Tree) -> bool:
     )
 
 
+def _is_tracked(cotangent: tree.Tree) -> bool:
+    """Whether what is computed of a cotangent will be differentiated, by whom came after vjp."""
+    taped = torch.is_grad_enabled() and any(map(compat.requires_grad, tree.leaves(cotangent)))
+    return taped or compat.differentiating()
+
+
 def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, list, Callable]:
     """``out, aux = f(*leaves)``, and the function from out's cotangent to those of `leaves`."""
     if relay := Relay():
@@ -512,8 +518,9 @@ def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, list, Callabl
         out, pull, aux = made
 
         def pullback(cotangent):
+            again = keep or _is_tracked(cotangent)
             with in_phase("backward"):
-                return pull(cotangent, retain_graph=keep, create_graph=keep)
+                return pull(cotangent, retain_graph=again, create_graph=again)
 
         return out, aux, pullback
 
@@ -528,6 +535,10 @@ def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, list, Callabl
         seeds = [seed for value, seed in zip(outputs, given, strict=True) if value.requires_grad]
         if not taped:
             return [torch.zeros_like(leaf) for leaf in leaves]
+        if _is_tracked(seeds):  # by another tape, of which this one is to be no part: f runs again
+            made: Any = torch.func.vjp(f, *leaves, has_aux=True)
+            with in_phase("backward"):
+                return made[1](cotangent)
         with in_phase("backward"):
             return torch.autograd.grad(
                 taped, inputs, seeds, allow_unused=True, materialize_grads=True
