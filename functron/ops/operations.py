@@ -9,10 +9,11 @@ Rejected: ``torch.library.register_autograd``, whose Function refuses torch.func
 2.13); and a Function over an entry without derivatives, which silently gives zero gradients in
 torch.compile(torch.func.grad).
 
-`define` registers an op, with a vmap rule of its own or `map_one_by_one`, `map_rows` or
-`map_batch`. `use` and `Kernels` choose functron's kernels or torch's operations. The rest serves
-the host code of kernels: checks of operands (`rows_of`, `packable`, `type_name`), and `layout`, the
-assignment of rows to threads, the host's side of ``kernels/rows.cuh``.
+`define` registers an op of functron (`functron.ops.register` one of a user), with a vmap rule of
+its own or `map_one_by_one`, `map_rows` or `map_batch`. `use` and `Kernels` choose functron's
+kernels or torch's operations. The rest serves the host code of kernels: checks of operands
+(`rows_of`, `packable`, `type_name`), and `layout`, the assignment of rows to threads, the host's
+side of ``kernels/rows.cuh``.
 """
 
 from __future__ import annotations
@@ -90,14 +91,15 @@ class Gradient:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """A registered operation, made by `define`. Calling it computes it.
+    """A registered operation, made by `define` or `register`. Calling it computes it.
 
     Attributes:
-        name: in ``torch.ops.functron``.
+        name: in ``torch.ops.functron``, or in the namespace that it was registered in.
         raw: that entry, without derivatives.
         reference: computes it in torch's operations.
         kernel: its host code, ``(launch, *args)``.
         differentiable: whether it has a gradient.
+        library: that registered it, for as long as it lives.
     """
 
     name: str
@@ -105,11 +107,12 @@ class Op:
     reference: Callable
     kernel: Callable
     differentiable: bool
+    library: torch.library.Library
     _call: Callable
 
-    def __call__(self, *args: Any) -> Any:
-        """The result or results, on the device of the operands."""
-        return self._call(*args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result or results, on the device of the operands; of `define`, by position."""
+        return self._call(*args, **kwargs)
 
 
 def define(
@@ -143,16 +146,46 @@ def define(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, reference, "CPU")
     _LIBRARY.impl(name, functools.partial(kernel, cuda), "CUDA")
-    torch.library.register_fake(f"functron::{name}", fake, lib=_LIBRARY)
-    raw = getattr(torch.ops.functron, name).default
     if name.endswith("_"):
         assert (batch, gradient) == (None, None), f"{name} writes to its operands"
+        torch.library.register_fake(f"functron::{name}", fake, lib=_LIBRARY)
+        raw = getattr(torch.ops.functron, name).default
         in_place = functools.partial(_call_in_place, name, raw)
-        return Op(name, raw, reference, kernel, False, in_place)
+        return Op(name, raw, reference, kernel, False, _LIBRARY, in_place)
     assert batch is not None, f"{name} needs a vmap rule"
-    function = _function(name, raw, batch, gradient, reference)
-    torch.library.register_vmap(f"functron::{name}", _rule(batch, raw), lib=_LIBRARY)
-    return Op(name, raw, reference, kernel, gradient is not None, _calling(function))
+    return build_op(
+        _LIBRARY, name, reference=reference, kernel=kernel, fake=fake, batch=batch,
+        gradient=gradient,
+    )  # fmt: skip
+
+
+def build_op(
+    library: torch.library.Library,
+    name: str,
+    *,
+    reference: Callable,
+    kernel: Callable,
+    fake: Callable,
+    batch: Callable,
+    gradient: Gradient | Callable | None,
+    bind: Callable | None = None,
+) -> Op:
+    """The op of an entry of a library that has its implementations: shapes, rules and derivatives.
+
+    Args:
+        reference, kernel, fake, batch, gradient: as of `define`.
+        bind: ``(args, kwargs)`` to all arguments by position; None: they are.
+    """
+    entry = f"{library.ns}::{name}"
+    torch.library.register_fake(entry, fake, lib=library)
+    raw = getattr(getattr(torch.ops, library.ns), name).default
+    function = _function(entry, raw, batch, gradient, reference)
+    torch.library.register_vmap(entry, _rule(batch, raw), lib=library)
+    call = _calling(function)
+    if bind is not None:
+        inner = call
+        call = lambda *args, **kwargs: inner(*bind(args, kwargs))  # noqa: E731
+    return Op(name, raw, reference, kernel, gradient is not None, library, call)
 
 
 def differentiate(name: str, formula: Callable, gradient: Gradient | Callable) -> Callable:
@@ -238,13 +271,17 @@ def _function(
             if rule is None:
                 raise _underivable(name)
             grads = tuple(rule.backward(_load_saved(ctx), cotangents))
-            assert len(grads) == ctx.num_inputs, name
+            if len(grads) != ctx.num_inputs:
+                raise ValueError(
+                    f"{name}: backward returned {len(grads)} cotangents; wanted one for each of "
+                    f"the {ctx.num_inputs} arguments; fix: return None for those without"
+                )
             return grads
 
         @staticmethod
         def jvp(ctx, *tangents) -> Any:
             raise ValueError(
-                f"got torch.autograd.forward_ad of functron::{name}, whose tangents it switches "
+                f"got torch.autograd.forward_ad of {name}, whose tangents it switches "
                 "off; wanted a transform; fix: functron.jvp or torch.func.jvp"
             )
 
@@ -259,13 +296,14 @@ def _function(
         def vmap(info, in_dims, *args) -> Any:
             return batch(info.batch_size, in_dims, args, Node.apply)
 
-    Node.__name__ = Node.__qualname__ = "".join(part.title() for part in name.split("_"))
+    words = name.split("::")[-1].split("_")
+    Node.__name__ = Node.__qualname__ = "".join(part.title() for part in words)
     return Node
 
 
 def _underivable(name: str) -> ValueError:
     return ValueError(
-        f"functron::{name} has no derivative; "
+        f"{name} has no derivative; "
         'fix: pass kernels=functron.ops.use("reference") where higher ones are wanted'
     )
 
