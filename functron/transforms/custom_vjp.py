@@ -112,7 +112,7 @@ def custom_jvp(f: Callable, jvp: Callable) -> Callable:
 
     >>> def rule(args, tangents):
     ...     (x,), (t,) = args, tangents
-    ...     return x.sqrt(), torch.where(x > 0, t / (2 * x.sqrt()), 0.0)
+    ...     return x.sqrt(), t * torch.where(x > 0, 0.5 / x.sqrt(), 0.0)
     >>> safe_sqrt = ft.custom_jvp(torch.sqrt, rule)
     >>> ft.grad(safe_sqrt)(torch.tensor(4.0)), ft.grad(safe_sqrt)(torch.tensor(0.0))
     (tensor(0.2500), tensor(0.))
@@ -223,27 +223,26 @@ class _Rule:
 def _check_pushed(made: Any) -> list:
     """The tangents, one per leaf of the results, that a rule of forward mode returned."""
     wanted = "wanted (f(*args), its tangent), trees of the same structure, shapes and dtypes"
-    at = f"jvp rule at {user_line()}"
+    at = f"custom_jvp: the rule at {user_line()}"
     if not isinstance(made, (tuple, list)) or len(made) != 2:
         got = f"{len(made)} results" if isinstance(made, (tuple, list)) else type(made).__name__
         raise ValueError(f"{at}: returned {got}; {wanted}; fix: return both")
-    outputs, structure = tree.flatten(made[0])
-    try:
-        moved = structure.flatten_up_to(made[1])
-    except ValueError as error:
-        raise ValueError(
-            f"{at}: returned a tangent of another structure; {wanted}; fix: {error}"
-        ) from None
+    outputs = tree.leaves(made[0])
+    moved = tree.same_structure(made[0], made[1], names=("the result", "the rule's tangent"))
     for i, (path, x, tangent) in enumerate(zip(tree.paths(made[0]), outputs, moved, strict=True)):
         if tangent is None and tree.is_float(x):
             moved[i] = torch.zeros_like(x)
-        elif tree.is_float(x) and (tangent.shape, tangent.dtype) != (x.shape, x.dtype):
+        elif tree.is_float(x) and not _is_like(tangent, x):
+            got = f"{tuple(tangent.shape)} {tangent.dtype}" if tree.is_float(tangent) else tangent
             raise ValueError(
-                f"{at}: returned a tangent {tuple(tangent.shape)} {tangent.dtype} for "
-                f"{path or 'the result'}, {tuple(x.shape)} {x.dtype}; {wanted}; fix: expand or "
-                "convert it"
+                f"{at}: returned a tangent {got} for {path or 'the result'}, {tuple(x.shape)} "
+                f"{x.dtype}; {wanted}; fix: expand or convert it"
             )
     return moved
+
+
+def _is_like(tangent: Any, x: torch.Tensor) -> bool:
+    return tree.is_float(tangent) and (tangent.shape, tangent.dtype) == (x.shape, x.dtype)
 
 
 def _source(leaf: Any, operands: _Tensors, made: list) -> tuple[str, Any]:

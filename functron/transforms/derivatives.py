@@ -399,7 +399,7 @@ def jacfwd(
         sizes = [x.numel() for x in flat.moving]
         blocks = [
             [
-                part.movedim(0, -1).reshape(*part.shape[1:], *x.shape)
+                part.movedim(0, -1).reshape((*part.shape[1:], *x.shape))
                 for part, x in zip(rows.split(sizes), flat.moving, strict=True)
             ]
             for rows in columns
@@ -491,7 +491,7 @@ def jacrev(
         sizes = [x.numel() for x in floats]
         columns = [[share(part) for part in x.split(sizes)] for x in rows]
         blocks = [
-            [parts[i].reshape(*y.shape, *parts[i].shape[1:]) for parts in columns]
+            [parts[i].reshape((*y.shape, *parts[i].shape[1:])) for parts in columns]
             for i, y in enumerate(floats)
         ]
         jacobian = _assemble(flat, chosen.value, blocks)
