@@ -22,8 +22,16 @@ from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 from functron.core import compat
 from functron.core.errors import Problem, public, raise_problems
 from functron.ops.launch import cuda
-from functron.ops.nvrtc import SourceText
-from functron.ops.operations import TYPES, Gradient, Launch, Op, build_op, map_one_by_one, map_rows
+from functron.ops.nvrtc import SourceText, read
+from functron.ops.operations import (
+    Gradient,
+    Launch,
+    Op,
+    build_op,
+    map_one_by_one,
+    map_rows,
+    type_name,
+)
 
 _OWN_NAMESPACE = "custom"
 _DEVICES = {"cuda": "CUDA", "cpu": "CPU"}
@@ -38,11 +46,13 @@ class CudaKernel:
 
     Attributes:
         text: the source, with ``extern "C" __global__ void NAME(...)``. It may include functron's
-            headers, ``#include "numeric.cuh"``.
+            headers, ``#include "numeric.cuh"``, and has a line for each macro with its values,
+            ``// build: ELEMENT = float, __half``.
         name: of the kernel.
         grid: ``(*args)`` to the number of blocks, one to three.
         block: threads of a block.
-        defines: ``(*args)`` to macros; None: T is the C++ type of the first tensor.
+        defines: ``(*args)`` to the values of these macros; None: ELEMENT, if it is one, is the C++
+            type of the first tensor.
         shared_bytes: of dynamic shared memory.
     """
 
@@ -55,11 +65,13 @@ class CudaKernel:
 
     def run(self, launch: Launch, results: Sequence[torch.Tensor], args: Sequence) -> None:
         """Fill empty results."""
-        first = next((x for x in args if isinstance(x, torch.Tensor)), None)
-        defines = {} if first is None or first.dtype not in TYPES else {"T": TYPES[first.dtype]}
+        source: Any = SourceText(self.name, self.text)
         if self.defines is not None:
             defines = dict(self.defines(*args))
-        source: Any = SourceText(self.name, self.text)
+        else:
+            first = next(x for x in args if isinstance(x, torch.Tensor))
+            named = "ELEMENT" in read(source).macros
+            defines = {"ELEMENT": type_name(first, self.name)} if named else {}
         launch(
             source, self.name, self.grid(*args), self.block, *results, *args,
             defines=defines, shared_bytes=self.shared_bytes,
@@ -330,11 +342,6 @@ def _check_count(name: str, what: str, made: Sequence, count: int) -> None:
 
 
 def _check_kernel(name: str, kernel: Any, devices: Sequence[str]) -> None:
-    if not (kernel is None or callable(kernel) or isinstance(kernel, CudaKernel)):
-        raise TypeError(
-            f"register {name}: got a kernel of type {type(kernel).__name__}; wanted a function of "
-            "the reference's arguments, or ops.CudaKernel(text, name, grid); fix: wrap it"
-        )
     if type(kernel).__module__.startswith("triton."):
         raise TypeError(
             f"register {name}: got a Triton kernel by itself; wanted a function of the reference's "

@@ -88,7 +88,7 @@ def check_ring():
     local = tree.map_columns(
         lambda x, spec: sharding.shard(x, spec, mesh, here.coordinate), data, flat
     )
-    got = ft.shard_map(program, here, ins, P())(w, v, local)
+    got = ft.shard_map(program, here, ins, P(), check=False)(w, v, local)  # it was, simulated
     for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
