@@ -285,7 +285,7 @@ def test_cuda_text_on_the_emulator(tmp_path):
 TRITON = """
 import doctest, torch, functron as ft
 example = doctest.DocTestParser().get_doctest({text!r}, dict(ft=ft, torch=torch), "register", "", 0)
-results = doctest.DocTestRunner().run(example)
+results = doctest.DocTestRunner().run(example, clear_globs=False)
 assert results.failed == 0 and results.attempted == 6, results
 x, s = torch.randn(2, 3, 5), torch.randn(5)
 ns = example.globs
