@@ -54,6 +54,10 @@ class Function(torch.autograd.Function):
     that takes longer than a small operation. And at each level of vmap or grad torch dispatches
     calls through an operator, flattens operands and results as trees, and at each level of grad
     makes a class: `_apply_mapped` and `_apply_differentiated` do without.
+
+    At a level of forward mode torch runs `jvp` with forward mode switched off, so that derivatives
+    of it in forward mode are silently zero (2.11 to 2.13); `_apply_pushed` runs it below the level,
+    where it is computed as anything else is. `push` may do what `forward` and `jvp` do at once.
     """
 
     _num_operands: int | None  # of `forward`; None: any number
@@ -79,19 +83,45 @@ class Function(torch.autograd.Function):
                 return above.apply(*unwrap_dead_wrappers(operands))
         elif _is_plain(cls, operands, named):
             kind = functorch.peek_interpreter_stack().key()
+            if kind == TransformType.Jvp:
+                return _apply_pushed(cls, retrieve_current_functorch_interpreter(), operands)
+            if torch._C._len_torch_function_stack() and "jvp" not in transform_names():
+                return super().apply(*operands)
             if kind == TransformType.Grad:
                 return _apply_differentiated(
                     cls, retrieve_current_functorch_interpreter(), operands
                 )
             if kind == TransformType.Vmap and not cls.generate_vmap_rule:
                 return _apply_mapped(cls, retrieve_current_functorch_interpreter(), operands)
+        elif functorch.peek_interpreter_stack().key() == TransformType.Jvp:
+            _refuse_nested_jvp()
         return super().apply(*operands, **named)
+
+    @classmethod
+    def push(cls, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        """The results of `forward`, and their tangents: None where there is none.
+
+        Args:
+            primals: the operands.
+            tangents: one for each operand; None of those that have none.
+        """
+        out = cls.apply(*primals)
+        ctx = _PushContext(tuple(x is not None for x in tangents))
+        cls.setup_context(ctx, tuple(primals), out)
+        if ctx.materializes:
+            tangents = [
+                torch.zeros_like(x)
+                if t is None and isinstance(x, torch.Tensor) and x.is_floating_point()
+                else t
+                for x, t in zip(primals, tangents, strict=True)
+            ]
+        return out, cls.jvp(ctx, *tangents)
 
 
 def _is_plain(cls: type[Function], operands: tuple, named: dict[str, Any]) -> bool:
     """Whether a call has all operands in order, and no containers among them."""
     return (
-        not (named or torch._C._len_torch_function_stack())
+        not named
         and cls._num_operands in (None, len(operands))
         and not any(
             type(x) in pytree.SUPPORTED_NODES or isinstance(x, tuple)
@@ -166,6 +196,65 @@ def _apply_mapped(cls: type[Function], interpreter: Any, operands: tuple) -> Any
         same = [x for x, own in zip(operands, given, strict=True) if own is output]
         return same[0] if same else wrapped(output, out_dims)
     return wrap_outputs_maintaining_identity(output, given, operands, wrapped, out_dims=out_dims)
+
+
+def _apply_pushed(cls: type[Function], interpreter: Any, operands: tuple) -> Any:
+    """``cls.apply(*operands)`` at a level of forward mode."""
+    level, primals, tangents = interpreter.level(), [], []
+    for x in operands:
+        tangent = None
+        if isinstance(x, torch.Tensor):
+            x = unwrap_if_dead(x)
+            if level_of(x) == level:
+                x, tangent = (
+                    value if value is None else functorch._unwrap_for_grad(value, level)
+                    for value in forward_ad.unpack_dual(x, level=0)
+                )
+        primals.append(x)
+        tangents.append(tangent)
+    if all(tangent is None for tangent in tangents):
+        with interpreter.lower():
+            return cls.apply(*primals)
+    with interpreter.lower():
+        out, moved = cls.push(primals, tangents)
+
+    def dual(value: Any, tangent: Any) -> Any:
+        return value if tangent is None else forward_ad.make_dual(value, tangent, level=0)
+
+    if not isinstance(out, tuple):
+        return dual(out, moved)
+    return tuple(map(dual, out, moved if isinstance(moved, tuple) else (moved,) * len(out)))
+
+
+class _PushContext:
+    """The context in which `Function.setup_context` keeps values for `jvp`."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]):
+        self.needs_input_grad, self.materializes = needs_input_grad, True
+        self.saved_tensors: tuple = ()
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materializes = value
+
+    def mark_non_differentiable(self, *outputs: Any) -> None:
+        pass
+
+
+def _refuse_nested_jvp() -> None:
+    """Raise where forward mode runs inside forward mode, and torch applies an autograd Function."""
+    if transform_names().count("jvp") > 1:
+        raise ValueError(
+            "got forward-mode differentiation of forward-mode differentiation (jvp of jvp, jacfwd "
+            "of jacfwd), for which torch's autograd Functions give wrong numbers; wanted at most "
+            "one of the two forward; fix: use torch.func.grad, vjp or jacrev for one of them "
+            "(hessian is jacfwd of jacrev)"
+        )
 
 
 def leading(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
@@ -300,21 +389,6 @@ def proxies_active() -> bool:
 def unobserved() -> bool:
     """Whether no transform, mode or tape sees what is computed here, so that it may be in place."""
     return not (transforms_active() or dispatch_modes_active() or torch.is_grad_enabled())
-
-
-def refuse_nested_jvp() -> None:
-    """Raise where forward mode runs inside forward mode, from the jvp rule of an autograd Function.
-
-    torch switches forward mode off inside such rules, so that the outer derivative would silently
-    be wrong (2.11 to 2.13).
-    """
-    if transform_names().count("jvp") > 1:
-        raise ValueError(
-            "got forward-mode differentiation of forward-mode differentiation (jvp of jvp, jacfwd "
-            "of jacfwd), for which torch's autograd Functions give wrong numbers; wanted at most "
-            "one of the two forward; fix: use torch.func.grad, vjp or jacrev for one of them "
-            "(hessian is jacfwd of jacrev)"
-        )
 
 
 def constant(value: Any, device: torch.device | str) -> torch.Tensor:

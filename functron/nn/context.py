@@ -34,6 +34,7 @@ holds: joined in rank order, these are its early half and its late half.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,7 @@ from functron.spmd.axes import lookup
 from functron.spmd.primitives import Ppermute
 from functron.spmd.ragged import wait_for_rows
 from functron.transforms.custom_vjp import custom_vjp
+from functron.transforms.derivatives import jvp
 
 RingOrder = Literal["contiguous", "zigzag"]
 
@@ -542,7 +544,10 @@ def ring_attention(
         kept = (q, k, v, MaskInputs(**values), sinks, out, lse)
         return *_backward(ring, kept, cotangent), None
 
-    attend = custom_vjp(lambda *args: forward(*args)[0], forward, backward)
+    def values_of(*args):
+        return forward(*args)[0]
+
+    attend = custom_vjp(values_of, forward, backward, functools.partial(jvp, values_of))
     return attend(q, k, v, sinks, dict(vars(mask)))
 
 

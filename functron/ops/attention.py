@@ -499,7 +499,6 @@ class _Flash(Function):
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:
-        compat.refuse_nested_jvp()
         *primals, hidden = ctx.saved_tensors[:4]
         return _push(_formula(hidden, *ctx.static), primals, tangents)
 
@@ -532,7 +531,6 @@ class _FlashBackward(Function):
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:
-        compat.refuse_nested_jvp()
         *primals, hidden = ctx.saved_tensors
         return _push(_formula_backward(hidden, *ctx.static), primals, tangents)
 

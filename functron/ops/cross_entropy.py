@@ -18,6 +18,7 @@ vocabulary looks like one that another rank holds, and would count as zeros.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,6 +47,7 @@ from functron.ops.operations import (
 )
 from functron.program.recorder import active
 from functron.transforms.custom_vjp import custom_vjp
+from functron.transforms.derivatives import jvp
 
 _WARP, _MOST_THREADS, _MOST_COLUMNS = 32, 512, 2**31 - 1
 
@@ -232,7 +234,6 @@ class _LogSumExpTarget(Function):
 
     @staticmethod
     def jvp(ctx, d_logits, *_) -> Any:
-        compat.refuse_nested_jvp()
         logits, ids, lse, *rest = ctx.saved_tensors
         x = _mask_columns(upcast(logits), rest[0] if rest else None)
         d_lse = ((x - lse.unsqueeze(-1)).exp() * upcast(d_logits)).sum(-1)
@@ -440,7 +441,7 @@ def linear_log_sum_exp_and_target(
     Saved for backward are x, w, ids and one number per token. Forward and backward hold the logits
     of `chunk_tokens` tokens, or as many elements as x has. Backward recomputes them, a third more
     work than x w and its derivatives, and overwrites them with their cotangents unless traced or
-    transformed. Derivatives of derivatives, and forward mode, keep all.
+    transformed. Derivatives of derivatives in reverse mode keep all.
 
     Args:
         x: ``[N, D]``.
@@ -496,9 +497,11 @@ def linear_log_sum_exp_and_target(
         assert dx is not None
         return dx.to(x.dtype), torch.cat(dws, 1) if dw is None else dw, None, None
 
-    if compat.pushing_forward():  # which custom_vjp has no rule for
-        return forward(x, w, ids, valid)[0]
-    return custom_vjp(lambda *args: forward(*args)[0], forward, backward)(x, w, ids, valid)
+    def values(*args):
+        return forward(*args)[0]
+
+    push = functools.partial(jvp, values)
+    return custom_vjp(values, forward, backward, push)(x, w, ids, valid)
 
 
 def _slices(size: int, step: int) -> Iterator[slice]:

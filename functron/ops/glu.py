@@ -13,6 +13,7 @@ rows; kernels leave the others undefined.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from functron.ops.operations import (
     upcast,
 )
 from functron.transforms.custom_vjp import custom_vjp
+from functron.transforms.derivatives import jvp
 
 GLU_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
 """In the order by which kernels number them. The last is (u + 1) g sigmoid(1.702 g) of g =
@@ -311,7 +313,6 @@ def glu_linear(
             return d_gate, d_up, hidden.mT @ rows, None
         return d_gate, d_up, grouped_matmul_weight(hidden, rows, sizes, w.shape[0]), None
 
-    if compat.pushing_forward():  # which custom_vjp has no rule for
-        return product(gate, up, w, sizes)
     trained = compat.differentiating() or compat.requires_grad(w)
-    return custom_vjp(product, forward, backward)(gate, up, w, sizes)
+    push = functools.partial(jvp, product)
+    return custom_vjp(product, forward, backward, push)(gate, up, w, sizes)

@@ -20,7 +20,6 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from functron.core import compat
 from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems
 from functron.core.typing import Float, Int, Tensor
@@ -236,7 +235,6 @@ class _Grouped(Function):
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:
-        compat.refuse_nested_jvp()
         x, w, sizes = ctx.saved_tensors
         flags = ctx.zeros, ctx.zeros_back
         return _push(lambda x, w: _Grouped.apply(x, w, sizes, *flags), x, w, *tangents[:2])
@@ -276,7 +274,6 @@ class _GroupedWeight(Function):
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:
-        compat.refuse_nested_jvp()
         x, y, sizes = ctx.saved_tensors
         product = lambda x, y: _GroupedWeight.apply(x, y, sizes, ctx.groups)  # noqa: E731
         return _push(product, x, y, *tangents[:2])

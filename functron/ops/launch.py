@@ -38,7 +38,7 @@ class Launcher:
 
     def __call__(
         self,
-        source: str,
+        source: str | nvrtc.SourceText,
         kernel: str,
         grid: Dims,
         block: Dims,
@@ -48,7 +48,8 @@ class Launcher:
     ) -> None:
         """Run ``kernel`` of ``kernels/<source>.cu``, as `functron.ops.operations.Launch` says.
 
-        It is compiled and loaded at the first call on a device, and returns before it is done.
+        It is compiled and loaded at the first call on a device, and returns before it is done. Of a
+        `SourceText` its text is compiled.
 
         Raises:
             ValueError: kernels cannot be used on this GPU (`usable`), operands that are not on one
@@ -189,7 +190,11 @@ class KernelFunction(NamedTuple):
 
 @functools.cache
 def _load(
-    cache: Path | None, source: str, kernel: str, macros: tuple[tuple[str, str], ...], index: int
+    cache: Path | None,
+    source: str | nvrtc.SourceText,
+    kernel: str,
+    macros: tuple[tuple[str, str], ...],
+    index: int,
 ) -> KernelFunction:
     device = torch.device("cuda", index)
     if reason := usable(device):

@@ -625,7 +625,6 @@ class _Rows(Function):
 
     @classmethod
     def jvp(cls, ctx, *tangents) -> Any:
-        compat.refuse_nested_jvp()
         (ids,), x = ctx.saved_tensors, tangents[0]
         return None if x is None else cls.apply(x, ids, *ctx.rest)
 

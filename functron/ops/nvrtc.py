@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 
@@ -79,6 +79,18 @@ class KernelSource:
         return tuple(MappingProxyType(dict(zip(macros, row, strict=True))) for row in rows)
 
 
+class SourceText(NamedTuple):
+    """A source that is in no file.
+
+    Attributes:
+        name: what it is kept by.
+        text: it may include functron's headers.
+    """
+
+    name: str
+    text: str
+
+
 def _lines(text: str) -> list[tuple[str, str]]:
     return [(match[1], match[2]) for match in _BUILD.finditer(text)]
 
@@ -93,18 +105,21 @@ def names(folder: Path = FOLDER) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder.glob("*.cu")))
 
 
-def read(name: str, folder: Path = FOLDER) -> KernelSource:
-    """The source of this name.
+def read(name: str | SourceText, folder: Path = FOLDER) -> KernelSource:
+    """The source of this name, or of this text.
 
     Raises:
         ValueError: there is none, or it includes a file of functron's that does not exist.
     """
-    path = folder / f"{name}.cu"
-    if not path.is_file():
+    if isinstance(name, SourceText):
+        name, text = name
+        path = folder / f"{name}.cu"
+    elif not (path := folder / f"{name}.cu").is_file():
         known = names(folder)
         fix = nearest(name, known) if known else "install functron again: its wheel carries them"
         raise ValueError(f"source: got {name!r}, which is not in {folder}; {fix}")
-    text = path.read_text(encoding="utf-8")
+    else:
+        text = path.read_text(encoding="utf-8")
     headers: dict[str, str] = {}
     system = dict.fromkeys(_add_headers(path, text, headers))
     return KernelSource(name, path, text, MappingProxyType(headers), tuple(system))

@@ -9,15 +9,17 @@ Rejected: ``torch.library.register_autograd``, whose Function refuses torch.func
 2.13); and a Function over an entry without derivatives, which silently gives zero gradients in
 torch.compile(torch.func.grad).
 
-`define` registers an op, with a vmap rule of its own or `map_one_by_one`, `map_rows` or
-`map_batch`. `use` and `Kernels` choose functron's kernels or torch's operations. The rest serves
-the host code of kernels: checks of operands (`rows_of`, `packable`, `type_name`), and `layout`, the
-assignment of rows to threads, the host's side of ``kernels/rows.cuh``.
+`define` registers an op of functron (`functron.ops.register` one of a user), with a vmap rule of
+its own or `map_one_by_one`, `map_rows` or `map_batch`. `use` and `Kernels` choose functron's
+kernels or torch's operations. The rest serves the host code of kernels: checks of operands
+(`rows_of`, `packable`, `type_name`), and `layout`, the assignment of rows to threads, the host's
+side of ``kernels/rows.cuh``.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -89,14 +91,15 @@ class Gradient:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """A registered operation, made by `define`. Calling it computes it.
+    """A registered operation, made by `define` or `register`. Calling it computes it.
 
     Attributes:
-        name: in ``torch.ops.functron``.
+        name: in ``torch.ops.functron``, or in the namespace that it was registered in.
         raw: that entry, without derivatives.
         reference: computes it in torch's operations.
         kernel: its host code, ``(launch, *args)``.
         differentiable: whether it has a gradient.
+        library: that registered it, for as long as it lives.
     """
 
     name: str
@@ -104,11 +107,12 @@ class Op:
     reference: Callable
     kernel: Callable
     differentiable: bool
+    library: torch.library.Library
     _call: Callable
 
-    def __call__(self, *args: Any) -> Any:
-        """The result or results, on the device of the operands."""
-        return self._call(*args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result or results, on the device of the operands; of `define`, by position."""
+        return self._call(*args, **kwargs)
 
 
 def define(
@@ -142,23 +146,53 @@ def define(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, reference, "CPU")
     _LIBRARY.impl(name, functools.partial(kernel, cuda), "CUDA")
-    torch.library.register_fake(f"functron::{name}", fake, lib=_LIBRARY)
-    raw = getattr(torch.ops.functron, name).default
     if name.endswith("_"):
         assert (batch, gradient) == (None, None), f"{name} writes to its operands"
+        torch.library.register_fake(f"functron::{name}", fake, lib=_LIBRARY)
+        raw = getattr(torch.ops.functron, name).default
         in_place = functools.partial(_call_in_place, name, raw)
-        return Op(name, raw, reference, kernel, False, in_place)
+        return Op(name, raw, reference, kernel, False, _LIBRARY, in_place)
     assert batch is not None, f"{name} needs a vmap rule"
-    function = _function(name, raw, batch, gradient)
-    torch.library.register_vmap(f"functron::{name}", _rule(batch, raw), lib=_LIBRARY)
-    return Op(name, raw, reference, kernel, gradient is not None, _calling(function))
+    return build_op(
+        _LIBRARY, name, reference=reference, kernel=kernel, fake=fake, batch=batch,
+        gradient=gradient,
+    )  # fmt: skip
+
+
+def build_op(
+    library: torch.library.Library,
+    name: str,
+    *,
+    reference: Callable,
+    kernel: Callable,
+    fake: Callable,
+    batch: Callable,
+    gradient: Gradient | Callable | None,
+    bind: Callable | None = None,
+) -> Op:
+    """The op of an entry of a library that has its implementations: shapes, rules and derivatives.
+
+    Args:
+        reference, kernel, fake, batch, gradient: as of `define`.
+        bind: ``(args, kwargs)`` to all arguments by position; None: they are.
+    """
+    entry = f"{library.ns}::{name}"
+    torch.library.register_fake(entry, fake, lib=library)
+    raw = getattr(getattr(torch.ops, library.ns), name).default
+    function = _function(entry, raw, batch, gradient, reference)
+    torch.library.register_vmap(entry, _rule(batch, raw), lib=library)
+    call = _calling(function)
+    if bind is not None:
+        inner = call
+        call = lambda *args, **kwargs: inner(*bind(args, kwargs))  # noqa: E731
+    return Op(name, raw, reference, kernel, gradient is not None, library, call)
 
 
 def differentiate(name: str, formula: Callable, gradient: Gradient | Callable) -> Callable:
     """The function ``(*args)`` that computes `formula` and is differentiated as an op would be.
 
-    It is none: programs and compilers see torch's operations. Both orders of grad and vmap work;
-    forward mode does not (`compat.pushing_forward`).
+    It is none: programs and compilers see torch's operations. Both modes and all orders of grad and
+    vmap work.
 
     Args:
         name: of its node on the tape.
@@ -172,7 +206,7 @@ def differentiate(name: str, formula: Callable, gradient: Gradient | Callable) -
         out = torch.func.vmap(mapped, in_dims)(*args)
         return out, (0,) * len(out) if isinstance(out, tuple) else 0
 
-    return _calling(_function(name, formula, batch, gradient))
+    return _calling(_function(name, formula, batch, gradient, mapped))
 
 
 def _calling(function: Any) -> Callable:
@@ -206,9 +240,16 @@ def _rule(batch: Callable, op: Callable) -> Callable:
     return rule
 
 
-def _function(name: str, raw: Any, batch: Callable, gradient: Gradient | Callable | None) -> Any:
-    """The autograd Function around an entry."""
+def _function(
+    name: str,
+    raw: Any,
+    batch: Callable,
+    gradient: Gradient | Callable | None,
+    formula: Callable,
+) -> Any:
+    """The autograd Function around an entry; tangents are those of `gradient` or of `formula`."""
     rule = _of_formula(gradient) if callable(gradient) else gradient
+    pushed = gradient if callable(gradient) else formula
 
     class Node(Function):
         generate_vmap_rule = False
@@ -228,28 +269,68 @@ def _function(name: str, raw: Any, batch: Callable, gradient: Gradient | Callabl
         @staticmethod
         def backward(ctx, *cotangents) -> Any:
             if rule is None:
-                raise ValueError(
-                    f"functron::{name} has no derivative; "
-                    'fix: pass kernels=functron.ops.use("reference") where higher ones are wanted'
-                )
+                raise _underivable(name)
             grads = tuple(rule.backward(_load_saved(ctx), cotangents))
-            assert len(grads) == ctx.num_inputs, name
+            if len(grads) != ctx.num_inputs:
+                raise ValueError(
+                    f"{name}: backward returned {len(grads)} cotangents; wanted one for each of "
+                    f"the {ctx.num_inputs} arguments; fix: return None for those without"
+                )
             return grads
 
         @staticmethod
         def jvp(ctx, *tangents) -> Any:
             raise ValueError(
-                f"got forward-mode differentiation (jvp, jacfwd, hessian) of functron::{name}; "
-                'wanted reverse mode; fix: pass kernels=functron.ops.use("reference"), which has '
-                "both"
+                f"got torch.autograd.forward_ad of {name}, whose tangents it switches "
+                "off; wanted a transform; fix: functron.jvp or torch.func.jvp"
             )
+
+        @classmethod
+        def push(cls, primals, tangents) -> Any:
+            if rule is None:
+                raise _underivable(name)
+            out = cls.apply(*primals)
+            return out, _push_formula(pushed, rule.auxiliary, primals, tangents)
 
         @staticmethod
         def vmap(info, in_dims, *args) -> Any:
             return batch(info.batch_size, in_dims, args, Node.apply)
 
-    Node.__name__ = Node.__qualname__ = "".join(part.title() for part in name.split("_"))
+    words = name.split("::")[-1].split("_")
+    Node.__name__ = Node.__qualname__ = "".join(part.title() for part in words)
     return Node
+
+
+def _underivable(name: str) -> ValueError:
+    return ValueError(
+        f"{name} has no derivative; "
+        'fix: pass kernels=functron.ops.use("reference") where higher ones are wanted'
+    )
+
+
+def _push_formula(
+    formula: Callable, auxiliary: Sequence[int], primals: Sequence, tangents: Sequence
+) -> Any:
+    """The tangents of the results of a formula; None of those that have no derivative."""
+    moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+    derivable: list[bool] = []  # one per result
+    single = False
+
+    def of_moving(*values: torch.Tensor) -> tuple:
+        nonlocal single
+        args = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            args[i] = value
+        out = formula(*args)
+        single = isinstance(out, torch.Tensor)
+        outputs = (out,) if single else out
+        derivable[:] = [tree.is_float(x) and i not in auxiliary for i, x in enumerate(outputs)]
+        return tuple(itertools.compress(outputs, derivable))
+
+    given = tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving)
+    moved = iter(torch.func.jvp(of_moving, *given)[1])
+    found = tuple(next(moved) if one else None for one in derivable)
+    return found[0] if single else found
 
 
 def _without_derivative(ctx: Any, rule: Gradient | None, outputs: tuple) -> None:

@@ -145,13 +145,16 @@ class Keeper(TorchFunctionMode):
         """The operation on a value and the one that took its place, unseen by torch's tape."""
         return torch.ops.functron.overwritten.default
 
-    def stops_gradients(self) -> bool:
+    def stops_gradients(self, *, written_out: bool = False) -> bool:
         """Whether this runs in a ``torch.no_grad()``.
+
+        Args:
+            written_out: derivatives are, as of `functron.jvp`, which Functions are a part of.
 
         Raises:
             ValueError: it is in the forward of an autograd Function, whose backward is not known.
         """
-        if self._grad and not torch.is_grad_enabled():
+        if self._grad and not torch.is_grad_enabled() and not written_out:
             frame = sys._getframe(1)
             while frame is not None and frame.f_code.co_name not in ("forward", "_call"):
                 frame = frame.f_back

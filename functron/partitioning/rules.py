@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -317,6 +317,48 @@ def _glu(equation: Equation) -> PartitionRule:
     """functron's operation on two tensors; torch's of that name is of halves of a dim."""
     own = getattr(equation.op, "namespace", "") == "functron"
     return (pointwise(run=shards.run_own_op) if own else along())(equation)
+
+
+def _own_operation(equation: Equation) -> PartitionRule | None:
+    """An operation that users registered, by its rule or by how its dims belong together."""
+    _, dims, make = cast(Any, equation.op).functron_own
+    if make is not None:
+        made = make(equation)
+        return made if made.run is not None else replace(made, run=shards.run_registered)
+    if dims is None:
+        return None
+    tensors = [
+        i for i, x in enumerate(cast(Any, equation.op)._schema.arguments) if "Tensor" in str(x.type)
+    ]
+    given = [isinstance(equation.args[i], Var) for i in tensors]
+    words = [*itertools.compress(dims.operands, given)]
+    labels = [
+        _label_word(word, value, equation.name)
+        for word, value in zip(
+            (*words, *dims.results), (*equation.operands, *equation.results), strict=True
+        )
+    ]
+    operands, results = labels[: len(words)], labels[len(words) :]
+    letters = {letter for row in operands for dim in row for letter in dim}
+    kept = {letter for row in results for dim in row for letter in dim}
+    whole = {letter for letter in letters if letter.isupper()}
+    combined: dict[str, Reduction] = dict.fromkeys(letters - kept - whole, "sum")
+    return _rule(
+        equation, operands, results, whole=whole, combined=combined, run=shards.run_registered
+    )
+
+
+def _label_word(word: str, value: Var, name: str) -> Labels:
+    """The letters of a value's dims, of which ``...`` has those that are left: numbers."""
+    own, count = word.removeprefix("..."), len(value.shape)
+    leading = count - len(own)
+    if leading < 0 or (leading and own == word):
+        raise ValueError(
+            f"partition: {name} got a tensor of shape {tuple(value.shape)} for {word!r} of its "
+            f"dims; wanted {len(own)} of them{' or more' * (own != word)}; fix: correct dims= of "
+            "ops.register"
+        )
+    return (*((f"{i - leading}",) for i in range(leading)), *((letter,) for letter in own))
 
 
 def _packed_glu_rule(equation: Equation) -> PartitionRule:
@@ -867,6 +909,8 @@ TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyTy
 def rule_of(equation: Equation, own: Mapping[str, MakeRule] = _NONE) -> PartitionRule | None:
     """The rule of an equation: one of the caller's own, of `TABLE`, or by torch's tags; or None."""
     make = own.get(equation.name) or TABLE.get(equation.name)
+    if hasattr(equation.op, "functron_own"):
+        make = own.get(equation.name) or _own_operation
     if make is None and torch.Tag.pointwise in getattr(equation.op, "tags", ()):
         make = pointwise()
     return None if make is None else make(equation)

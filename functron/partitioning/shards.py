@@ -133,6 +133,12 @@ def run_own_op(site: EquationSite, *args):
     return _OWN[site.equation.name](*itertools.compress(args, map(operator.not_, counts)))
 
 
+def run_registered(site: EquationSite, *args):
+    """An operation that users registered, with its derivative."""
+    op: Any = site.equation.op
+    return op.functron_own.op(*args)
+
+
 def name(site: EquationSite, x, name):
     """x, marked by a name for the policies of remat."""
     return checkpoint_name(x, name)

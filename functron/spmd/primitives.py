@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from functron.core import compat
 from functron.core.compat import Function
 from functron.spmd.axes import OPS, Axis, BoundAxis, SimulatedAxis, scope
 from functron.spmd.flight import SourceLine
@@ -176,8 +175,6 @@ class _Primitive(Function):
 
     @classmethod
     def jvp(cls, ctx, tangent, *_):
-        if not isinstance(ctx.call.axis, SimulatedAxis):
-            compat.refuse_nested_jvp()
         return None if tangent is None else cls.apply(tangent, ctx.token, ctx.call)
 
     @classmethod

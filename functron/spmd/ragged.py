@@ -30,7 +30,6 @@ from functron.spmd.axes import (
     Axis,
     AxisNames,
     BoundAxis,
-    SimulatedAxis,
     TracedAxis,
     define_op,
     lookup,
@@ -153,7 +152,6 @@ class _Moved(Function):
 
     @classmethod
     def jvp(cls, ctx, *tangents) -> Any:
-        compat.refuse_nested_jvp()
         return (
             None if tangents[0] is None else cls.apply(tangents[0], *ctx.saved_tensors, ctx.whole)
         )
@@ -425,8 +423,6 @@ class RaggedAllToAll(Function):
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:
-        if not isinstance(ctx.call.axis, SimulatedAxis):
-            compat.refuse_nested_jvp()
         if tangents[0] is None:
             return None
         call = replace(ctx.call, wait=True)

@@ -1,13 +1,15 @@
-"""Functions with a backward of their own, in which ranks may communicate as in forward.
+"""Functions with a derivative of their own, in which ranks may communicate as in forward.
 
-JAX's `custom_vjp`, for per-rank programs: an autograd Function whose forward and backward run with
-the mesh axes rebound at whatever vmap level they are at (`functron.transforms.remat`), so that
-`functron.lax` works in both. For derivatives that are cheaper than those of the operations, such as
-a ring that computes scores again instead of keeping those of every step.
+JAX's `custom_vjp` and `custom_jvp`, for per-rank programs: an autograd Function whose forward and
+backward run with the mesh axes rebound at whatever vmap level they are at
+(`functron.transforms.remat`), so that `functron.lax` works in both. For derivatives that are
+cheaper than those of the operations, such as a ring that computes scores again instead of keeping
+those of every step.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,12 +24,13 @@ from functron.core.scopes import in_phase
 from functron.program.recorder import keeper
 from functron.spmd.axes import user_line
 from functron.transforms.capture import unwatched
-from functron.transforms.gradient import replace_at
+from functron.transforms.gradient import replace_at, rule_vjp
 from functron.transforms.remat import (
     CallSite,
     LevelFunction,
     map_level,
     pull_back,
+    push_forward,
     view_operands,
     will_be_differentiated,
 )
@@ -36,7 +39,9 @@ _Tensors = Sequence[torch.Tensor]
 
 
 @public
-def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
+def custom_vjp(
+    f: Callable, forward: Callable, backward: Callable, jvp: Callable | None = None
+) -> Callable:
     """The function that computes `f` and is differentiated by `forward` and `backward`.
 
     ``forward(*args)`` returns ``(f(*args), residuals)`` with any tree of residuals, and
@@ -49,8 +54,10 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
     Only arguments and residuals are kept between forward and backward. Residuals that are arguments
     or outputs cost nothing more. Where nothing is differentiated `f` itself runs.
 
-    Derivatives of derivatives, in reverse mode, differentiate the operations of `forward` and
-    `backward`, as in JAX. `functron.capture` does not see into them.
+    Derivatives of derivatives, in either mode, differentiate the operations of `forward` and
+    `backward`. In forward mode, for which JAX has no rule, tangents are those that `backward` is
+    the transpose of: it is transposed, which costs about as much as two of it, or what `jvp` says.
+    `functron.capture` does not see into them.
 
     >>> def clipped(residuals, cotangent):
     ...     return (cotangent.clamp(-1, 1),)
@@ -61,11 +68,13 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
     Args:
         f: takes trees with tensors; positional arguments only. Returns a tree of tensors.
         forward, backward: as above.
+        jvp: ``(args, tangents) -> (f(*args), tangent)``, as of `custom_jvp`; linear in tangents.
+            ``functools.partial(ft.jvp, f)`` is that of `f`'s operations, which is cheaper.
 
     Raises:
         ValueError: a function closes over a tensor that is being differentiated (make it an
             argument); `backward` returned another number of cotangents than there are arguments;
-            or in forward-mode differentiation.
+            `jvp` no pair of trees alike.
         TypeError: a leaf of `forward`'s output is no tensor.
     """
 
@@ -80,16 +89,60 @@ def custom_vjp(f: Callable, forward: Callable, backward: Callable) -> Callable:
             return keep.custom_vjp(f, forward, backward, args)
 
         def functions():
-            return forward, backward
+            return forward, backward, jvp
 
         site, operands = CallSite.of(functions, args)
         if not will_be_differentiated(operands[site.num_tokens :]):
             return f(*args)
-        rule = _Rule(site, operands)
-        made: Any = _CustomVjp.apply(_Level(rule, rule.forward, rule.backward), *operands)
+        rule = _Rule(site, operands, jvp is not None)
+        made: Any = _CustomVjp.apply(_Level.of(rule), *operands)
         return tree.unflatten(rule.out_structure, made[: rule.num_outputs])
 
     return wrapped
+
+
+@public
+def custom_jvp(f: Callable, jvp: Callable) -> Callable:
+    """The function that computes `f` and is differentiated by its rule of forward mode, `jvp`.
+
+    ``jvp(args, tangents)`` returns ``(f(*args), tangent)``, both trees alike; `args` and `tangents`
+    are tuples with one tree per argument, with None in `tangents` for leaves that are not floating
+    point. It must be linear in tangents: reverse mode is its transpose, taken in backward of the
+    arguments, which alone are kept. It is a per-rank program, as `f` is: `functron.lax` may be used
+    in both. Derivatives of derivatives differentiate the operations of `jvp`.
+
+    >>> def rule(args, tangents):
+    ...     (x,), (t,) = args, tangents
+    ...     return x.sqrt(), t * torch.where(x > 0, 0.5 / x.sqrt(), 0.0)
+    >>> safe_sqrt = ft.custom_jvp(torch.sqrt, rule)
+    >>> ft.grad(safe_sqrt)(torch.tensor(4.0)), ft.grad(safe_sqrt)(torch.tensor(0.0))
+    (tensor(0.2500), tensor(0.))
+    >>> ft.jvp(safe_sqrt, (torch.tensor(4.0),), (torch.tensor(2.0),))[1]
+    tensor(0.5000)
+
+    Args:
+        f: takes trees with tensors; positional arguments only. Returns a tree of tensors.
+        jvp: as above.
+
+    Raises:
+        ValueError: `jvp` closes over a tensor that is being differentiated (make it an argument),
+            or returned no pair of trees alike.
+        TypeError: a leaf of `f`'s result is no tensor.
+    """
+
+    def forward(*args):
+        return f(*args), args
+
+    def backward(args, cotangents):
+        zeros = tree.map(lambda x: torch.zeros_like(x) if tree.is_float(x) else None, args)
+
+        def linear(tangents):
+            made = jvp(args, tangents)
+            return tree.unflatten(tree.structure(made[0]), _check_pushed(made))
+
+        return rule_vjp(linear, zeros)[1](cotangents)[0]
+
+    return custom_vjp(f, forward, backward, jvp)
 
 
 class _Rule:
@@ -97,6 +150,7 @@ class _Rule:
 
     Attributes:
         site: of the call.
+        has_jvp: whether tangents have a rule of their own.
         moving: the operands that have cotangents.
         num_outputs: the number of outputs. Other tensors that forward makes are those residuals
             that are neither operands nor outputs.
@@ -104,8 +158,8 @@ class _Rule:
         out_structure: of the outputs.
     """
 
-    def __init__(self, site: CallSite, operands: _Tensors):
-        self.site = site
+    def __init__(self, site: CallSite, operands: _Tensors, has_jvp: bool):
+        self.site, self.has_jvp = site, has_jvp
         first = site.first_argument
         self.moving = [i for i, x in enumerate(operands) if i >= first and x.is_floating_point()]
         self.num_outputs = 0
@@ -155,6 +209,42 @@ class _Rule:
             for i, grad in zip(self.moving, flat, strict=True)
         )
 
+    def push(self, operands: _Tensors, tangents: _Tensors) -> tuple[torch.Tensor, ...]:
+        """By the rule of its own: the tangents of the outputs, from those of `moving`."""
+        first, slots = self.site.first_argument, self.site.arguments
+        given = replace_at(
+            [None] * len(slots.positions), [i - first for i in self.moving], tangents
+        )
+        empty = slots._replace(leaves=[None] * len(slots.leaves))
+        with unwatched(), self.site.entered(operands) as (functions, args):
+            moved = _check_pushed(functions()[2](args, empty.fill(given)))
+        return tuple(moved[i] for i in self.floats)
+
+
+def _check_pushed(made: Any) -> list:
+    """The tangents, one per leaf of the results, that a rule of forward mode returned."""
+    wanted = "wanted (f(*args), its tangent), trees of the same structure, shapes and dtypes"
+    at = f"custom_jvp: the rule at {user_line()}"
+    if not isinstance(made, (tuple, list)) or len(made) != 2:
+        got = f"{len(made)} results" if isinstance(made, (tuple, list)) else type(made).__name__
+        raise ValueError(f"{at}: returned {got}; {wanted}; fix: return both")
+    outputs = tree.leaves(made[0])
+    moved = tree.same_structure(made[0], made[1], names=("the result", "the rule's tangent"))
+    for i, (path, x, tangent) in enumerate(zip(tree.paths(made[0]), outputs, moved, strict=True)):
+        if tangent is None and tree.is_float(x):
+            moved[i] = torch.zeros_like(x)
+        elif tree.is_float(x) and not _is_like(tangent, x):
+            got = f"{tuple(tangent.shape)} {tangent.dtype}" if tree.is_float(tangent) else tangent
+            raise ValueError(
+                f"{at}: returned a tangent {got} for {path or 'the result'}, {tuple(x.shape)} "
+                f"{x.dtype}; {wanted}; fix: expand or convert it"
+            )
+    return moved
+
+
+def _is_like(tangent: Any, x: torch.Tensor) -> bool:
+    return tree.is_float(tangent) and (tangent.shape, tangent.dtype) == (x.shape, x.dtype)
+
 
 def _source(leaf: Any, operands: _Tensors, made: list) -> tuple[str, Any]:
     """Where backward finds a residual; one that is found nowhere yet is appended to `made`."""
@@ -191,11 +281,30 @@ class _Level:
         rule: the same at all levels.
         forward: operands to the tensors that it makes.
         backward: operands, these tensors and cotangents to cotangents.
+        push: operands and tangents (one sequence) to the tangents of the outputs that have some.
+        anew: the same of a rule that has not run, which may run otherwise.
     """
 
     rule: _Rule
     forward: Callable[[_Tensors], tuple[torch.Tensor, ...]]
     backward: Callable[[_Tensors, _Tensors, _Tensors], tuple[torch.Tensor, ...]]
+    push: Callable[[_Tensors], tuple[torch.Tensor, ...]]
+    anew: Callable[[], _Level]
+
+    @classmethod
+    def of(cls, rule: _Rule) -> _Level:
+        """The level of the call."""
+
+        def push(values):
+            count = len(values) - len(rule.moving)
+            return rule.push(values[:count], values[count:])
+
+        return cls(rule, rule.forward, rule.backward, push, lambda: cls.of(copy.copy(rule)))
+
+    def again(self, operands: _Tensors, cotangents: _Tensors) -> tuple[torch.Tensor, ...]:
+        """Backward after another forward, so that it is differentiated through forward."""
+        level = self.anew()
+        return level.backward(operands, level.forward(operands), cotangents)
 
     def over(self, size: int, in_dims: Sequence[int | None]) -> tuple[_Level, list[bool]]:
         """The same with one vmap of `size` around it, and which tensors of forward are batched."""
@@ -220,7 +329,26 @@ class _Level:
             rows = zip(run((*operands, *made, *given)), batched, self.rule.moving, strict=True)
             return tuple(_unmap_cotangent(grad, b, in_dims[i], size) for grad, b, i in rows)
 
-        return _Level(self.rule, forward, backward), varying
+        def push(values):
+            # results that forward gave a dim have one
+            dims = (*in_dims, *(in_dims[i] for i in self.rule.moving))
+            run, batched = map_level(self.push, size, dims)
+            rows = zip(run(values), batched, self.rule.floats, strict=True)
+            return tuple(_map_tangent(x, has, varying[i], size) for x, has, i in rows)
+
+        anew = lambda: self.anew().over(size, in_dims)[0]  # noqa: E731
+        return _Level(self.rule, forward, backward, push, anew), varying
+
+
+def _map_tangent(tangent: torch.Tensor, batched: bool, varies: bool, size: int) -> torch.Tensor:
+    """The tangent of a result that varies over a vmap, or does not."""
+    if batched and not varies:
+        raise ValueError(
+            "jvp rule: returned a tangent that varies over an axis (or a vmap) over which the "
+            "result is the same; wanted the tangent of what the result is; fix: reduce it as the "
+            "result is, such as by lax.psum"
+        )
+    return tangent if batched or not varies else tangent.expand(size, *tangent.shape)
 
 
 def _unmap_cotangent(grad: torch.Tensor, batched: bool, dim: int | None, size: int) -> torch.Tensor:
@@ -230,16 +358,7 @@ def _unmap_cotangent(grad: torch.Tensor, batched: bool, dim: int | None, size: i
     return (grad if batched else grad.expand(size, *grad.shape)).movedim(0, dim)
 
 
-_FORWARD_MODE = (
-    "custom_vjp in forward-mode differentiation (jvp, jacfwd), for which it has no rule; wanted "
-    "reverse mode; fix: for a Hessian-vector product take the vjp of the gradient, "
-    "torch.func.vjp(torch.func.grad(f), x)[1](v)"
-)
-
-
 class _CustomVjp(LevelFunction):
-    forward_mode = _FORWARD_MODE
-
     @staticmethod
     def forward(level: _Level, *operands):
         return view_operands(level.forward(operands), operands)
@@ -256,17 +375,28 @@ class _CustomVjp(LevelFunction):
         ctx.save_for_backward(*inputs[1:], *made)
         ctx.set_materialize_grads(False)
 
+    @classmethod
+    def push(cls, primals, tangents) -> Any:
+        level, *operands = primals
+        made: Any = cls.apply(*primals)
+        rule = level.rule
+        _refuse_hidden(rule.site, [tangent is not None for tangent in tangents])
+        given = [
+            torch.zeros_like(operands[i]) if tangents[1 + i] is None else tangents[1 + i]
+            for i in rule.moving
+        ]
+        if rule.has_jvp:
+            moved = level.push([*operands, *given])
+        else:
+            moved = _transpose(level, operands, made, given)
+        return made, tuple(replace_at([None] * len(made), rule.floats, moved))
+
     @staticmethod
     def backward(ctx, *cotangents) -> Any:
         level, count = ctx.level, ctx.num_operands
         saved = [compat.unwrap_if_dead(value) for value in ctx.saved_tensors]
         operands, made = saved[:count], saved[count:]
-        site = level.rule.site
-        if any(ctx.needs_input_grad[1 + site.num_tokens : 1 + site.first_argument]):
-            raise ValueError(
-                "custom_vjp: forward or backward closes over a tensor that is being "
-                "differentiated, for which backward returns no cotangent; fix: make it an argument"
-            )
+        _refuse_hidden(level.rule.site, ctx.needs_input_grad)
         floats = level.rule.floats
         if all(cotangents[i] is None for i in floats):
             return None, *(None for _ in operands)
@@ -278,14 +408,44 @@ class _CustomVjp(LevelFunction):
         return None, *replace_at([None] * count, level.rule.moving, moved)
 
 
+def _refuse_hidden(site: CallSite, moves: Sequence[bool]) -> None:
+    """Raise ValueError where what the functions close over is differentiated."""
+    if any(moves[1 + site.num_tokens : 1 + site.first_argument]):
+        raise ValueError(
+            "custom_vjp: forward or backward closes over a tensor that is being "
+            "differentiated, for which backward returns no cotangent; fix: make it an argument"
+        )
+
+
+def _transpose(
+    level: _Level, operands: _Tensors, made: _Tensors, tangents: _Tensors
+) -> Sequence[torch.Tensor]:
+    """The tangents of the outputs, of which backward is the transpose: it is linear."""
+    outer = will_be_differentiated([*operands, *tangents])
+
+    def pulled(*cotangents):
+        if outer:
+            return level.again(operands, cotangents)
+        return level.backward(operands, made, cotangents)
+
+    zeros = [
+        torch.zeros(made[i].shape, dtype=made[i].dtype, device=made[i].device)
+        for i in level.rule.floats
+    ]
+    if not zeros:
+        return []
+    transpose: Any = torch.func.vjp(pulled, *zeros)[1]
+    with in_phase("forward"):
+        return transpose(tuple(tangents), retain_graph=outer, create_graph=outer)
+
+
 @dataclass(frozen=True, eq=False)
 class _Pull:
     """Backward as a function of all its inputs; opaque to functorch.
 
     Attributes:
         run: operands, the tensors that forward made, and cotangents (one sequence) to cotangents.
-        again: the same of operands and cotangents, running forward again, so that it is
-            differentiated through forward.
+        again: the same of operands and cotangents, through another forward.
         num_operands, num_made: how many operands, and tensors that forward made.
     """
 
@@ -303,8 +463,7 @@ class _Pull:
             return level.backward(values[:num_operands], values[num_operands:end], values[end:])
 
         def again(values):
-            operands = values[:num_operands]
-            return level.backward(operands, level.forward(operands), values[num_operands:])
+            return level.again(values[:num_operands], values[num_operands:])
 
         return cls(run, again, num_operands, num_made)
 
@@ -328,7 +487,14 @@ class _Pull:
 
 
 class _Backward(LevelFunction):
-    forward_mode = _FORWARD_MODE
+    @classmethod
+    def push(cls, primals, tangents) -> Any:
+        pull, *values = primals
+        out: Any = cls.apply(*primals)
+        given = pull.without_made(tangents[1:])
+        if all(tangent is None for tangent in given):
+            return out, (None,) * len(out)
+        return out, tuple(push_forward(pull.again, pull.without_made(values), given)[1])
 
     @staticmethod
     def forward(pull: _Pull, *values):

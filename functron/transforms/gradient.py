@@ -85,7 +85,7 @@ def value_and_grad(
         chosen = tuple(args[position] for position in positions)
         leaves, structure = tree.flatten(chosen)
         refuse_orphans("value_and_grad", leaves)
-        _check_leaves(tree.paths(chosen), leaves)
+        check_leaves(tree.paths(chosen), leaves)
         outside = None  # the auxiliary values without their tensors
 
         def scalar(*flat):
@@ -93,7 +93,7 @@ def value_and_grad(
             out = f(*replace_at(args, positions, tree.unflatten(structure, flat)), **kwargs)
             value, aux = out if has_aux else (out, None)
             check_loss(value, axes)
-            tensors, outside = _split_output(aux)
+            tensors, outside = split_output(aux)
             return value, tensors
 
         value, aux, pullback = _pullback(
@@ -151,7 +151,7 @@ def grad(
 
 
 @public
-def vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
+def vjp(f: Callable, *primals: tree.Tree, has_aux: bool = False) -> tuple:
     """``f(*primals)`` and its pullback, which maps a cotangent to the primals' cotangents.
 
     The pullback frees what the forward kept, so it can be called once (any number of times while
@@ -162,43 +162,56 @@ def vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
     >>> out, pullback(torch.tensor(1.0))
     (tensor(8.), (tensor(12.),))
 
+    With `has_aux`, `f` returns ``(tree, anything)``, of which the second has no derivative.
+
     Returns:
-        ``(out, pullback)``; ``pullback(cotangent)`` is a tuple with one tree per primal, holding
-        None in place of tensors that are not floating point.
+        ``(out, pullback)``, or ``(out, pullback, aux)``; ``pullback(cotangent)`` is a tuple with
+        one tree per primal, holding None in place of tensors that are not floating point.
 
     Raises:
         TypeError: a primal or result has an object with tensors, such as an unregistered dataclass.
     """
     refuse_holders("vjp cannot see into these", "primal", primals)
-    out, pull = rule_vjp(f, *primals)
-    return out, lambda cotangent: tuple(assume_shares(tree_) for tree_ in pull(cotangent))
+    out, pull, aux = _pull_back(f, primals, has_aux)
+
+    @public
+    def pullback(cotangent: tree.Tree) -> tuple:
+        return tuple(assume_shares(tree_) for tree_ in pull(cotangent))
+
+    return (out, pullback, aux) if has_aux else (out, pullback)
 
 
 def rule_vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
     """`vjp` as a part of a derivative: its cotangents are not yet the shares of a gradient."""
+    return _pull_back(f, primals, False)[:2]
+
+
+def _pull_back(f: Callable, primals: tuple, has_aux: bool) -> tuple[tree.Tree, Callable, tree.Tree]:
     leaves, structure = tree.flatten(primals)
     moving = [i for i, leaf in enumerate(leaves) if tree.is_float(leaf)]
-    outside, is_float = TensorSlots(structure, [], []), []
+    outside = rest = TensorSlots(structure, [], [])
+    is_float: list[bool] = []
 
     def flat(*values):
-        nonlocal outside
+        nonlocal outside, rest
         made = f(*tree.unflatten(structure, replace_at(leaves, moving, values)))
-        outputs, outside = _split_output(made)
+        made, aux = made if has_aux else (made, None)
+        outputs, outside = split_output(made)
+        others, rest = split_output(aux)
         is_float[:] = map(tree.is_float, outputs)
         floats = tuple(value for value in outputs if tree.is_float(value))
-        return floats, [value for value in outputs if not tree.is_float(value)]
+        return floats, [value for value in outputs if not tree.is_float(value)] + others
 
     outer = is_differentiated_outside(f, primals)
     floats, others, pull = _pullback(flat, [leaves[i] for i in moving], outer)
     pool = (iter(others), iter(floats))
     outputs = [next(pool[moves]) for moves in is_float]
 
-    @public
     def pullback(cotangent: tree.Tree) -> tuple:
         moved = pull(tuple(itertools.compress(outside.select(cotangent), is_float)))
         return tree.unflatten(structure, replace_at([None] * len(leaves), moving, moved))
 
-    return outside.fill(outputs), pullback
+    return outside.fill(outputs), pullback, rest.fill(pool[False])
 
 
 @public
@@ -389,12 +402,14 @@ def split_tensors(value: tree.Tree) -> tuple[list[torch.Tensor], TensorSlots]:
     return [leaves[i] for i in positions], TensorSlots(structure, rest, positions)
 
 
-def _split_output(value: tree.Tree) -> tuple[list[torch.Tensor], TensorSlots]:
+def split_output(value: tree.Tree) -> tuple[list[torch.Tensor], TensorSlots]:
+    """`split_tensors` of what a differentiated function returns."""
     refuse_holders("cannot see into what a differentiated function returns", "output", value)
     return split_tensors(value)
 
 
-def _check_leaves(paths: list[str], leaves: list) -> None:
+def check_leaves(paths: list[str], leaves: list) -> None:
+    """Raise TypeError unless these leaves to differentiate are floating-point tensors."""
     raise_problems(
         "cannot differentiate with respect to these leaves",
         [
@@ -419,27 +434,44 @@ def check_loss(value: Any, axes: Sequence[str] | None = None) -> None:
             f"grad: the function returned {got}; wanted a floating-point scalar (with aux outputs, "
             "pass has_aux=True)"
         )
+    check_replicated("grad", "a loss", value, axes)
+
+
+def check_replicated(
+    name: str, what: str, value: torch.Tensor, axes: Sequence[str] | None = None
+) -> None:
+    """Raise ValueError unless `value` is replicated over exactly these axes, or all.
+
+    Args:
+        name: of the transform.
+        what: `value` is, of its function.
+    """
     if not scope().check:
         return
-    for _, axis in _choose_axes(axes):
-        if isinstance(axis, TracedAxis):  # leave the condition in the program, for its own check
-            with compat.no_transforms(), torch.no_grad():  # a statement, of all samples of a vmap
-                axis.mark(compat.plain(value), "require_replicated")
+    require_replicated(value, axes)
     varying, chosen = varying_axes(value), scope().axes if axes is None else axes
     simulated = [x.name for x in scope().axes.values() if isinstance(x, SimulatedAxis)]
     if own := [x for x in simulated if x not in chosen and x not in varying]:
         names = ", ".join(map(repr, own))
         raise ValueError(
-            f"grad at {user_line()}: got a loss that is the same along {names}; wanted each rank's "
-            f"own there, since axes={tuple(axes or ())}; fix: do not reduce the loss over {names}, "
-            f"or add {names} to axes"
+            f"{name} at {user_line()}: got {what} that is the same along {names}; wanted each "
+            f"rank's own there, since axes={tuple(axes or ())}; fix: do not reduce it over {names},"
+            f" or add {names} to axes"
         )
     if together := [x for x in varying if x in chosen]:
         names = ", ".join(map(repr, together))
         raise ValueError(
-            f"grad at {user_line()}: got a loss that varies over {names}; wanted one replicated "
+            f"{name} at {user_line()}: got {what} that varies over {names}; wanted one replicated "
             f"over the mesh; fix: {LOSS_FIX}"
         )
+
+
+def require_replicated(value: torch.Tensor, axes: Sequence[str] | None = None) -> None:
+    """Leave the condition that `value` is replicated in a traced program, for its own check."""
+    for _, axis in _choose_axes(axes):
+        if isinstance(axis, TracedAxis):
+            with compat.no_transforms(), torch.no_grad():  # a statement, of all samples of a vmap
+                axis.mark(compat.plain(value), "require_replicated")
 
 
 def is_differentiated_outside(f: Callable, args: tree.Tree) -> bool:
@@ -453,6 +485,12 @@ def is_differentiated_outside(f: Callable, args: tree.Tree) -> bool:
         isinstance(leaf, torch.Tensor) and compat.requires_grad(leaf)
         for leaf in [*flat, *hidden, *(x for leaf in flat for x in find_held_tensors(leaf))]
     )
+
+
+def _is_tracked(cotangent: tree.Tree) -> bool:
+    """Whether what is computed of a cotangent will be differentiated, by whom came after vjp."""
+    taped = torch.is_grad_enabled() and any(map(compat.requires_grad, tree.leaves(cotangent)))
+    return taped or compat.differentiating()
 
 
 def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, list, Callable]:
@@ -480,8 +518,9 @@ def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, list, Callabl
         out, pull, aux = made
 
         def pullback(cotangent):
+            again = keep or _is_tracked(cotangent)
             with in_phase("backward"):
-                return pull(cotangent, retain_graph=keep, create_graph=keep)
+                return pull(cotangent, retain_graph=again, create_graph=again)
 
         return out, aux, pullback
 
@@ -496,6 +535,10 @@ def _pullback(f: Callable, leaves: list, keep: bool) -> tuple[Any, list, Callabl
         seeds = [seed for value, seed in zip(outputs, given, strict=True) if value.requires_grad]
         if not taped:
             return [torch.zeros_like(leaf) for leaf in leaves]
+        if _is_tracked(seeds):  # by another tape, of which this one is to be no part: f runs again
+            made: Any = torch.func.vjp(f, *leaves, has_aux=True)
+            with in_phase("backward"):
+                return made[1](cotangent)
         with in_phase("backward"):
             return torch.autograd.grad(
                 taped, inputs, seeds, allow_unused=True, materialize_grads=True

@@ -2,7 +2,7 @@
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". `torch.utils.checkpoint` fails
 under torch.func transforms; this is one autograd Function that re-runs the program with its mesh
-axes as explicit operands, so it composes with vmap, grad, jvp-free higher orders and collectives.
+axes as explicit operands, so it composes with vmap, grad, jvp, higher orders and collectives.
 
 A policy (`functron.transforms.policies`) may keep some intermediates, which are then not computed
 again. Both runs happen under a dispatch mode, below every transform, where operations act on plain
@@ -166,17 +166,17 @@ class LevelFunction(Function):
 
     At a level of vmap it is that of ``program.over(size, in_dims)``: the program under this vmap
     and, once it has run, which results are batched.
-
-    Attributes:
-        forward_mode: the error of differentiation in forward mode.
     """
 
     generate_vmap_rule = False
-    forward_mode: str
 
-    @classmethod
-    def jvp(cls, ctx, *tangents) -> Any:
-        raise ValueError(cls.forward_mode)
+    @staticmethod
+    def jvp(ctx, *tangents) -> Any:
+        """Torch's own dual numbers; levels of torch.func `push`."""
+        raise ValueError(
+            "got torch.autograd.forward_ad through remat or custom_vjp, whose tangents it switches "
+            "off; wanted a transform; fix: functron.jvp or torch.func.jvp"
+        )
 
     @classmethod
     def vmap(cls, info, in_dims, program, *operands) -> Any:
@@ -520,10 +520,12 @@ def remat(f: Callable | None = None, *, policy: RematPolicy = nothing) -> Callab
         policy: of `functron.policies`: nothing, everything, dots, ``names("a", ...)``,
             ``offload("a", ...)``, or several joined by ``|``.
 
+    Derivatives of any order and mode are those of `f`; what is differentiated in reverse of a
+    `functron.jvp` of it is computed again as well, all of it: there policies keep nothing.
+
     Raises:
-        ValueError: in forward-mode differentiation (jvp), where there is nothing to save; a name of
-            the policy that `f` never marks with `checkpoint_name`; `f` draws torch's own random
-            numbers.
+        ValueError: a name of the policy that `f` never marks with `checkpoint_name`; `f` draws
+            torch's own random numbers; torch's own dual numbers (use `functron.jvp`).
         TypeError: not a policy.
     """
     if f is None:
@@ -627,8 +629,58 @@ def _run_differentiated(f: Callable, operands: Sequence) -> tuple[torch.Tensor, 
     return made[2]
 
 
+def push_forward(
+    f: Callable[[Sequence], Sequence[torch.Tensor]], operands: Sequence, tangents: Sequence
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """``f(operands)``, and the tangents of its results: None of those that are integers.
+
+    Args:
+        f: of a sequence of operands.
+        operands: tensors.
+        tangents: one for each; None of those that have none.
+    """
+    moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+    are_floats: list[bool] = []
+
+    def split(*values: torch.Tensor) -> tuple[tuple, tuple]:
+        made = f(replace_at(operands, moving, values))
+        are_floats[:] = [x.is_floating_point() for x in made]
+        return (
+            tuple(x for x in made if x.is_floating_point()),
+            tuple(x for x in made if not x.is_floating_point()),
+        )
+
+    pushed: Any = torch.func.jvp(
+        split, tuple(operands[i] for i in moving), tuple(tangents[i] for i in moving), has_aux=True
+    )
+    floats, moved, others = map(iter, pushed)
+    out = [next(floats) if is_one else next(others) for is_one in are_floats]
+    return out, [next(moved) if is_one else None for is_one in are_floats]
+
+
 class _Remat(LevelFunction):
-    forward_mode = "remat in forward-mode differentiation: call the function itself instead"
+    @classmethod
+    def push(cls, primals, tangents) -> Any:
+        """Those of the function that computes results and tangents, computed again as well.
+
+        Nothing is kept: torch takes operations with tangents apart in ways that differ between the
+        two runs.
+        """
+        program, *operands = primals
+        program.memory.state = "spent"
+        moving = [i for i, tangent in enumerate(tangents[1:]) if tangent is not None]
+        floats: list[int] = []
+
+        def both(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            given = replace_at([None] * len(operands), moving, values[len(operands) :])
+            out, moved = push_forward(program.forward, values[: len(operands)], given)
+            floats[:] = [i for i, x in enumerate(moved) if x is not None]
+            return *out, *(x for x in moved if x is not None)
+
+        pushed = _Program(both, program.memory, compat.innermost_is_grad())
+        made: Any = cls.apply(pushed, *operands, *(tangents[1 + i] for i in moving))
+        out = made[: len(made) - len(floats)]
+        return out, tuple(replace_at([None] * len(out), floats, made[len(out) :]))
 
     @staticmethod
     def forward(program: _Program, *operands):

@@ -192,8 +192,24 @@ def grad_grad(case: Case) -> None:
 
 
 def jvp(case: Case) -> None:
-    with pytest.raises(ValueError, match="forward-mode"):
-        torch.func.jvp(case.values(case.op), case.operands, case.operands)
+    floats = lambda f: lambda *xs: tuple(x for x in case.values(f)(*xs) if x.is_floating_point())
+    given = case.operands, tuple(weights(x) for x in case.operands)
+    got, wanted = (torch.func.jvp(floats(f), *given)[1] for f in (case.op, case.plain))
+    equal(got, wanted)
+    stacked = tuple(torch.stack([x, x * 1.5]) for x in case.operands)
+    push = lambda f: lambda *xs: torch.func.jvp(floats(f), xs, given[1])[1]
+    got, wanted = (vmap(push(f))(*stacked) for f in (case.op, case.plain))
+    equal(got, wanted)
+
+
+def jvp_grad(case: Case) -> None:
+    if not case.twice:
+        return
+    given = case.operands, tuple(weights(x) for x in case.operands)
+    got, wanted = (
+        torch.func.jvp(grad(case.scalar(f), case.argnums), *given)[1] for f in (case.op, case.plain)
+    )
+    equal(got, wanted)
 
 
 def traced(case: Case) -> None:
@@ -251,7 +267,7 @@ CHECKS: Mapping[str, Callable[[Case], None]] = {
     check.__name__: check
     for check in (
         values, fakes, tape, func_grad, mapped, mapped_twice, mapped_grad, grad_mapped, grad_grad,
-        jvp, traced, compiled, compiled_tape,
+        jvp, jvp_grad, traced, compiled, compiled_tape,
     )
 }  # fmt: skip
 """By name; those from `tape` on but `mapped` need derivatives."""

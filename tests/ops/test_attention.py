@@ -231,11 +231,12 @@ def test_full_hessian():
     close(jacrev(jacfwd(lambda k: energy(attention, True)(q, k, v)))(k), expected)
 
 
-def test_forward_over_forward_is_refused():
-    # torch would give wrong numbers without a word
+def test_forward_over_forward():
+    # torch's rule of Functions would give wrong numbers without a word
     q, k, v = qkv()
-    with pytest.raises(ValueError, match=r"fix: use torch\.func\.grad"):
-        jacfwd(jacfwd(lambda scale: energy(attention, True)(q, scale * k, v)))(torch.tensor(2.0))
+    scaled = lambda s: energy(attention, True)(q, s * k, v)
+    s = torch.tensor(2.0, dtype=q.dtype)
+    close(jacfwd(jacfwd(scaled))(s), torch.func.grad(torch.func.grad(scaled))(s))
 
 
 def test_functron_grad_of_grad():

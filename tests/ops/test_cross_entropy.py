@@ -152,11 +152,12 @@ def test_second_derivatives(valid):
     close(torch.func.jacrev(torch.func.jacfwd(ours))(logits), expected)
 
 
-def test_forward_over_forward_is_refused():
-    # torch would give wrong numbers without a word
+def test_forward_over_forward():
+    # torch's rule of Functions would give wrong numbers without a word
     logits, ids = data()
-    with pytest.raises(ValueError, match=r"fix: use torch\.func\.grad"):
-        torch.func.jacfwd(torch.func.jacfwd(scalar(log_sum_exp_and_target, ids)))(logits)
+    f, jac = scalar(log_sum_exp_and_target, ids), torch.func.jacfwd
+    want = torch.func.jacrev(torch.func.jacrev(f))(logits)
+    torch.testing.assert_close(jac(jac(f))(logits), want)
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0), (1, 1), (0, None), (None, 0)])
