@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -28,7 +28,7 @@ from functron.core.closure import refuse_orphans, refuse_tracked
 from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.scopes import in_phase, named_scope
-from functron.program import debug
+from functron.program.callbacks import EFFECTS, repeat_effect, run_effect
 from functron.program.equations import (
     Block,
     Code,
@@ -72,12 +72,26 @@ def ambient_inputs(inputs: Iterable[Input]) -> dict[Var, torch.Tensor]:
     return found
 
 
+class Watch(Protocol):
+    """Looks at the numbers of every equation of a program that runs.
+
+    Attributes:
+        rows: the scans around an equation, outermost first, each with the row that is computed.
+    """
+
+    rows: list[tuple[str, int]]
+
+    def see(self, equation: Equation, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        """Look at one equation that is no scan: tensors, or `RankValues` of ranks in lockstep."""
+
+
 def run_block(
     block: Block,
     environment: dict[Var, Any],
     *,
     sliced: Collection[Var] = (),
     donated: Mapping[Var, Var] = MappingProxyType({}),
+    watch: Watch | None = None,
 ) -> list:
     """The outputs of a block, computed in the scope that this is called in, without a tape.
 
@@ -89,12 +103,13 @@ def run_block(
             lists of slices, each of which is freed after the iteration that reads it.
         sliced: results of scans that stay such lists where no transform is active.
         donated: by results of scans, operands of them whose memory they take.
+        watch: is shown the numbers.
 
     Raises:
         ValueError: an axis of the block's collectives has another size where this is called.
     """
     with torch.no_grad():
-        return _run(block, _last_uses(block), environment, None, {*sliced}, donated)
+        return _run(block, _last_uses(block), environment, None, {*sliced}, donated, watch)
 
 
 def run_in_lockstep(program: Code, *args: tree.Tree) -> tree.Tree:
@@ -109,13 +124,18 @@ def run_in_lockstep(program: Code, *args: tree.Tree) -> tree.Tree:
         ValueError: the arguments differ from what was traced in structure, shape or dtype, or they
             or what the program closes over are differentiated.
     """
+    return watch_in_lockstep(program, args, None)
+
+
+def watch_in_lockstep(program: Code, args: tuple, watch: Watch | None) -> tree.Tree:
+    """`run_in_lockstep`, where `watch` is shown the numbers of all ranks."""
     leaves = program.flatten(args)
     refuse_orphans(program.name, leaves.values())
     refuse_derivatives(program, leaves)
     mesh = program.mesh
     values = {given.var: _values_of_ranks(program, given, leaves) for given in program.inputs}
     with torch.no_grad(), bind([], absent=mesh.axis_names):
-        results = _run(program.block, _last_uses(program.block), values, mesh)
+        results = _run(program.block, _last_uses(program.block), values, mesh, watch=watch)
     outputs = [
         value
         if not isinstance(value, RankValues)
@@ -193,6 +213,7 @@ def _run(
     mesh: Mesh | None,
     sliced: AbstractSet[Var] = frozenset(),
     donated: Mapping[Var, Var] = MappingProxyType({}),
+    watch: Watch | None = None,
 ) -> list:
     for value in dead[-1]:
         values.pop(value, None)
@@ -202,9 +223,13 @@ def _run(
             if isinstance(equation.op, Scan):
                 places = _find_places(equation, last, donated)
                 operands = _take_operands(equation, values, last)
-                results = _run_scan(equation, operands, mesh, sliced, places)
+                results = _run_scan(equation, operands, mesh, sliced, places, watch)
             else:
                 results = _run_equation(equation, values, mesh)
+                if watch is not None:
+                    rows = zip(equation.outputs, results, strict=True)
+                    read = [x for value, x in rows if value is not None and value not in last]
+                    watch.see(equation, [values[value] for value in equation.operands], read)
         for value in last:
             values.pop(value, None)
         for value, result in zip(equation.outputs, results, strict=True):
@@ -245,6 +270,8 @@ def _run_equation(equation: Equation, values: dict[Var, Any], mesh: Mesh | None)
     run: Callable = op if own else _find_call(equation)
     if own and equation.outputs:
         run = functools.partial(_run_own, equation)
+    elif mesh is not None and own and equation.name in EFFECTS:
+        run = run_effect(equation)
     elif own and mesh is None:  # in lockstep its operands say which rank it is of
         run = functools.partial(_run_effect, equation)
     results = _map_ranks(mesh, run, args, kwargs)
@@ -314,6 +341,7 @@ def _run_scan(
     mesh: Mesh | None,
     sliced: AbstractSet[Var],
     places: Mapping[Var, int],
+    watch: Watch | None,
 ) -> Sequence[Any]:
     op, recorder = equation.scan, active()
     if recorder is not None and mesh is None and _can_record(equation, operands):
@@ -335,7 +363,11 @@ def _run_scan(
         inner = dict(zip(op.body.inputs, given, strict=True))
         given.clear()
         carry = []
-        out = _run(op.body, dead, inner, mesh)
+        if watch is not None:
+            watch.rows.append((op.name, index))
+        out = _run(op.body, dead, inner, mesh, watch=watch)
+        if watch is not None:
+            watch.rows.pop()
         carry = out[: op.num_carry]
         for stack, row in zip(stacks, out[op.num_carry :], strict=True):
             for rank, own in zip(ranks, stack, strict=True):
@@ -477,29 +509,16 @@ def _run_own(equation: Equation, *args: Any, **kwargs: Any) -> Any:
     return primitive.call(x, found[0], **options)
 
 
-def _run_effect(equation: Equation, *args: Any) -> None:
+def _run_effect(equation: Equation, *args: Any, **kwargs: Any) -> None:
     """An operation without results: of simulated ranks, on the plain value of them all."""
-    if equation.name == "debug_print":
-        text, values, *_, dims = args
-        _print_elements(text, values, dims)
+    if equation.name in EFFECTS:
+        repeat_effect(equation, *args, **kwargs)
         return
     op: Any = equation.op
     plain = pytree.tree_map_only(torch.Tensor, compat.plain, args)
     with compat.no_transforms():
         recorder = active()
         op(*plain) if recorder is None else recorder.effect(op, *plain)
-
-
-def _print_elements(text: str, values: Sequence[Any], dims: Sequence[str]) -> None:
-    """Print on every rank that there is here, each element of the user's own vmaps by itself."""
-
-    def show(*rows):
-        debug.print(text, *rows)
-        return rows
-
-    for _ in dims:
-        show = torch.func.vmap(show)
-    show(*values)
 
 
 _OTHERS: Mapping[str, Callable[..., torch.Tensor]] = {

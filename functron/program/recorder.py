@@ -329,10 +329,10 @@ class Recorder(TorchDispatchMode):
         self._append(Equation(op, tuple(operands), {}, outputs, self._where()))
         return tensors
 
-    def effect(self, op: Any, *args: Any) -> None:
+    def effect(self, op: Any, *args: Any, **options: Any) -> None:
         """Append an equation without results, which is kept for its side effect."""
         operands = pytree.tree_map_only(torch.Tensor, self.var, args)
-        self._append(Equation(op, operands, {}, (), self._where()))
+        self._append(Equation(op, operands, options, (), self._where()))
 
     def var(self, tensor: torch.Tensor) -> Var:
         """The value that a tensor stands for in the current frame.
