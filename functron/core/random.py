@@ -73,7 +73,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
     Key `i` does not depend on `num`.
     """
     bad = [] if _is_size(num) else [Problem("num", repr(num), "an int >= 0")]
-    _check("split", key, (), None, bad)
+    _check("split", key, () if bad else (num,), None, bad)
     return _split(key, num)
 
 

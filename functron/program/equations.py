@@ -222,6 +222,12 @@ class Equation:
         """Its outputs without the missing ones."""
         return [value for value in self.outputs if value is not None]
 
+    @cached_property
+    def acts(self) -> bool:
+        """Whether it, or an equation of its body, is there for its side effect: has no results."""
+        body = getattr(self.op, "body", None)
+        return not self.outputs if body is None else any(e.acts for e in body.equations)
+
     @property
     def aliases(self) -> bool:
         """Whether it only gives views of operands, and moves no bytes."""

@@ -292,11 +292,11 @@ def check_key_reuse(f: Callable) -> Callable[..., None]:
     """The function that, called with the arguments of `f`, checks that no key is used twice in it.
 
     As `jax.experimental.key_reuse`. A key gives the same numbers each time, so two draws with one
-    key are the same or correlated; samplers of `functron.random` and `split` use a key up, and
-    `fold_in` gives a fresh one for other data. `f` is traced, and nothing computed: arguments may
-    be abstract. Also found: a key that every iteration of a scan uses, two keys that are made
-    alike (``fold_in(key, 0)`` twice, ``key(0)`` twice), and a row of keys that are used as a whole.
-    Parts of one array (``index=``) may be drawn one by one.
+    key are the same or correlated, as are a draw and what follows from `split` of its key. Found
+    are also a key that every iteration of a scan draws with, keys that are made alike (``key(0)``
+    or ``fold_in(key, 0)`` twice), and a row of keys that are used as a whole. `f` is traced, and
+    nothing computed: arguments may be abstract. Parts of one array (``index=``) may be drawn one by
+    one, and a key may be split alike again, if its parts are not used again.
 
     >>> def f(key):
     ...     return ft.random.normal(key, (2,)) + ft.random.uniform(key, (2,))
@@ -401,14 +401,15 @@ class _KeyUses:
     def problems(self) -> Iterator[tuple[str, str]]:
         """Each place where a key is used again, and how."""
         for use in self.uses:
-            for loop in use.loops:
+            for loop in use.loops if use.how[0] != "split" else ():
                 if loop not in use.moving:
                     again = f"in each of the {loop.length} iterations of scan {word(loop.name)}"
                     yield use.text, f"used {again}"
         for one, two in itertools.combinations(self.uses, 2):
             again = one.key[0] in two.key or two.key[0] in one.key
-            apart = one.places and one.how == two.how and one.places != two.places
-            if again and not apart:
+            # the same keys are made by the same split: those who draw with them tell
+            apart = one.places != two.places or one.how[0] == "split"
+            if again and not (one.how == two.how and apart):
                 yield two.text, f"used before, by {one.text}"
 
     def _number(
@@ -452,7 +453,7 @@ class _KeyUses:
         given = list(dict.fromkeys(numbers[v] for v in equation.operands))
         moving = frozenset().union(*(self._moving[x] for x in given))
         results = equation.results
-        if equation.name in _SAME and len(results) == 1:
+        if equation.name in _SAME and len(results) == 1 and given:
             operand = equation.operands[0]
             if (results[0].shape, results[0].dtype) == (operand.shape, operand.dtype):
                 numbers[results[0]] = numbers[operand]

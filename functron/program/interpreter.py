@@ -72,7 +72,7 @@ def ambient_inputs(inputs: Iterable[Input]) -> dict[Var, torch.Tensor]:
     return found
 
 
-class Watch(Protocol):
+class NumberWatch(Protocol):
     """Looks at the numbers of every equation of a program that runs.
 
     Attributes:
@@ -91,7 +91,7 @@ def run_block(
     *,
     sliced: Collection[Var] = (),
     donated: Mapping[Var, Var] = MappingProxyType({}),
-    watch: Watch | None = None,
+    watch: NumberWatch | None = None,
 ) -> list:
     """The outputs of a block, computed in the scope that this is called in, without a tape.
 
@@ -127,7 +127,7 @@ def run_in_lockstep(program: Code, *args: tree.Tree) -> tree.Tree:
     return watch_in_lockstep(program, args, None)
 
 
-def watch_in_lockstep(program: Code, args: tuple, watch: Watch | None) -> tree.Tree:
+def watch_in_lockstep(program: Code, args: tuple, watch: NumberWatch | None) -> tree.Tree:
     """`run_in_lockstep`, where `watch` is shown the numbers of all ranks."""
     leaves = program.flatten(args)
     refuse_orphans(program.name, leaves.values())
@@ -213,7 +213,7 @@ def _run(
     mesh: Mesh | None,
     sliced: AbstractSet[Var] = frozenset(),
     donated: Mapping[Var, Var] = MappingProxyType({}),
-    watch: Watch | None = None,
+    watch: NumberWatch | None = None,
 ) -> list:
     for value in dead[-1]:
         values.pop(value, None)
@@ -341,7 +341,7 @@ def _run_scan(
     mesh: Mesh | None,
     sliced: AbstractSet[Var],
     places: Mapping[Var, int],
-    watch: Watch | None,
+    watch: NumberWatch | None,
 ) -> Sequence[Any]:
     op, recorder = equation.scan, active()
     if recorder is not None and mesh is None and _can_record(equation, operands):

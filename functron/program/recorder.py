@@ -827,7 +827,7 @@ def live_equations(equations: Sequence[Equation], outputs: Sequence[Any]) -> lis
     needed = {value for value in outputs if isinstance(value, Var)}
     kept = []
     for equation in reversed(equations):
-        effect = not equation.outputs or equation.op in _REQUIREMENTS
+        effect = equation.acts or equation.op in _REQUIREMENTS
         if effect or any(value in needed for value in equation.results):
             kept.append(equation)
             needed.update(equation.operands)
