@@ -35,7 +35,6 @@ from functron.compiler.executable import match_donations
 from functron.compiler.lower import unroll
 from functron.core import tree
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.program.callbacks import is_ordered
 from functron.program.equations import (
     Block,
     Equation,
@@ -62,12 +61,12 @@ FIRST = 2
 
 def _holds_ordered(equation: Equation) -> bool:
     """Whether it, or an equation of its body, is an effect that keeps the order of such."""
-    return any(is_ordered(each) for each, _ in Block((), (equation,), ()).walk())
+    return any(each.ordered for each, _ in Block((), (equation,), ()).walk())
 
 
 def is_effect(equation: Equation) -> bool:
     """Whether an equation is there for its side effect, and not for its results."""
-    return bool(live_equations([equation], ()))
+    return not isinstance(equation.op, Scan) and bool(live_equations([equation], ()))
 
 
 def reach(block: Block, wanted: Sequence[int]) -> Mapping[Var, int]:

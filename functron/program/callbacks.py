@@ -279,11 +279,6 @@ class HostFunction(str):
         return made
 
 
-def is_ordered(equation: Equation) -> bool:
-    """Whether an equation is an effect that keeps the order of such."""
-    return equation.name in EFFECTS and bool(equation.kwargs.get("ordered"))
-
-
 def run_effect(equation: Equation) -> Callable[..., None]:
     """The function of an effect's arguments that has the effect, here and now."""
     return functools.partial(EFFECTS[equation.name], line=equation.where.line)

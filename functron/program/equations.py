@@ -229,6 +229,11 @@ class Equation:
         return not self.outputs if body is None else any(e.acts for e in body.equations)
 
     @property
+    def ordered(self) -> bool:
+        """Whether it is an effect that keeps the order of such (`functron.program.callbacks`)."""
+        return not self.outputs and bool(self.kwargs.get("ordered"))
+
+    @property
     def aliases(self) -> bool:
         """Whether it only gives views of operands, and moves no bytes."""
         storages = {value.storage for value in self.operands}

@@ -43,7 +43,6 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from functron.program.callbacks import is_ordered
 from functron.program.equations import (
     Block,
     Equation,
@@ -277,7 +276,7 @@ def _find_rounds(equations: Sequence[Equation], carries: Collection[Var]) -> _Ro
     """Sums over ranks that lead to no carry, by how many of them come before, and what follows."""
     barred = set(carries)  # what leads to a carry, or to an effect that must not come later
     for equation in reversed(equations):
-        if not barred.isdisjoint(equation.results) or is_ordered(equation):
+        if not barred.isdisjoint(equation.results) or equation.ordered:
             barred.update(equation.operands)
     rounds: _Rounds = []
     number: dict[Var, int] = {}  # of the round that a value comes from, from 1
