@@ -129,7 +129,9 @@ class Ranks:
     def close(self) -> None:
         """End the process; one that is shared ends once nobody has a use for it any more."""
         self._ranks.close()
-        if self._process is not None and not self._is_shared:
+        if self._process is not None and self._is_shared:
+            self._process.returncode = 0  # others use it still: Popen warns of what it leaves
+        elif self._process is not None:
             self._process.wait(END_SECONDS)
 
 

@@ -181,6 +181,21 @@ def offsets(
     return tuple(mesh.mesh.rank_at(coordinate, axes) * size for size, axes in rows)
 
 
+@functools.lru_cache(1024)
+def windows(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Each rank's part of a value of global shape `shape`: where it starts and stops, per dim.
+
+    Raises:
+        ValueError: the shape cannot be split this way.
+    """
+    sizes = local_shape(shape, spec, mesh)
+    places = (offsets(shape, spec, mesh, mesh.coordinate(rank)) for rank in range(mesh.size))
+    return tuple(
+        tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
+        for starts in places
+    )
+
+
 def shard(
     value: torch.Tensor, spec: P, mesh: Mesh | BoundMesh, coordinate: Mapping[str, int]
 ) -> torch.Tensor:

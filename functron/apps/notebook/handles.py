@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -139,9 +140,62 @@ class Handle:
             return args[0].clone()
         raise TypeError(_refusal(getattr(func, "__name__", str(func))))
 
+    def __treescope_ndarray_adapter__(self) -> _TreescopeAdapter:
+        return _TreescopeAdapter()
+
     def __del__(self) -> None:
         if not self._fate:
             self._ranks._free.append(self._number)
+
+
+class _TreescopeAdapter:
+    """Shows handles in treescope, which has been imported by whoever asks: numbers and sharding.
+
+    See ``treescope.ndarray_adapters.NDArrayAdapter``.
+    """
+
+    def __init__(self) -> None:
+        self._types: Any = sys.modules["treescope.ndarray_adapters"]
+
+    def get_axis_info_for_array_data(self, array: Handle) -> tuple:
+        return tuple(self._types.PositionalAxisInfo(*row) for row in enumerate(array.shape))
+
+    def get_array_data_with_truncation(
+        self, array: Handle, mask: Any, edge_items_per_axis: tuple[int | None, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        whole = array.gather()
+        shown = np.broadcast_to(
+            np.ones((), bool) if mask is None else np.asarray(mask), whole.shape
+        )
+        for dim, count in enumerate(edge_items_per_axis):
+            if count is not None:  # first ones, one for the gap, last ones
+                ends = [*range(count + 1), *range(whole.shape[dim] - count, whole.shape[dim])]
+                whole, shown = whole[(slice(None),) * dim + (ends,)], shown.take(ends, dim)
+                shown[(slice(None),) * dim + (count,)] = False
+        return (whole.float() if whole.dtype is torch.bfloat16 else whole).numpy(), shown
+
+    def get_array_summary(self, array: Handle, fast: bool) -> str:
+        return repr(array).partition(", tensor(")[0]
+
+    def get_numpy_dtype(self, array: Handle) -> np.dtype:
+        kind = torch.float32 if array.dtype is torch.bfloat16 else array.dtype
+        return torch.empty(0, dtype=kind).numpy().dtype
+
+    def get_sharding_info_for_array_data(self, array: Handle) -> Any:
+        parts = sharding.windows(tuple(array.shape), array.spec, array.mesh)
+        local = sharding.local_shape(array.shape, array.spec, array.mesh)
+        whole = tuple((0, size) for size in array.shape)
+        slices = {
+            rank: tuple(
+                slice(None) if ends == all_of else slice(*ends)
+                for ends, all_of in zip(part, whole, strict=True)
+            )
+            for rank, part in enumerate(parts)
+        }
+        return self._types.ShardingInfo(local, slices, array.device.type, parts[0] == whole)
+
+    def should_autovisualize(self, array: Handle) -> bool:
+        return array._ranks._can_fetch(array)
 
 
 def _refusal(what: str) -> str:
@@ -187,6 +241,8 @@ class Plan(NamedTuple):
         consumed: which handles among the leaves are given up.
         same: whether all ranks are sent the same: numbers of values, and other leaves as they are.
         paths: of the leaves.
+        out_specs: of the results.
+        results: how these become handles, by the number that ranks give their structure.
     """
 
     arguments: int
@@ -195,6 +251,8 @@ class Plan(NamedTuple):
     consumed: list[int]
     same: bool
     paths: list[str]
+    out_specs: tree.Tree
+    results: dict[int, tuple[list, tree.Structure]]
 
 
 class Row(NamedTuple):

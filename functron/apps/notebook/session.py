@@ -95,7 +95,6 @@ class RemoteFunction:
         self.ranks, self.twin, self.in_specs, self.out_specs = ranks, twin, in_specs, out_specs
         self._recipe = make, args, dict(kwargs)
         self._plans: dict[Any, Plan] = {}
-        self._results: dict[int, tuple[list, tree.Structure]] = {}
         inner, self.donate = twin, set()
         while isinstance(inner, Jitted):
             self.donate |= set(inner.donate)
@@ -112,12 +111,13 @@ class RemoteFunction:
     def __repr__(self) -> str:
         return f"<{self.__name__} on {self.ranks}>"
 
-    def find_out_specs(self, args: tuple) -> None:
-        """Learn the specs of the results; `partition` and `capture` find them by tracing."""
-        if self._mapped is not None and self.out_specs is None:
-            if type(self._mapped) is not MappedFunction:
-                eval_shape(self._mapped)(*abstract(args))
-            self.out_specs = self._mapped.out_specs
+    def find_out_specs(self, args: tuple) -> tree.Tree:
+        """The specs of the results of such arguments; `partition` and `capture` trace for them."""
+        if self._mapped is None:
+            return self.out_specs
+        if type(self._mapped) is not MappedFunction:
+            eval_shape(self._mapped)(*abstract(args))
+        return self._mapped.out_specs
 
     def __del__(self) -> None:
         if self._sent is not None:
@@ -458,11 +458,9 @@ class StartedMesh(NamedAxes):
                        "a value that every rank has a part of",
                        "collect it on the ranks: mesh.run(ft.pipeline.collect, ...)")  # fmt: skip
             parts: dict[tuple, int] = {}
+            whole = sharding.windows(tuple(handle.shape), handle.spec, self.mesh)
             for rank in sorted(living.intersection(handle._kind.local or living)):
-                at = sharding.offsets(
-                    handle.shape, handle.spec, self.mesh, self.mesh.coordinate(rank)
-                )
-                parts.setdefault(at, rank)
+                parts.setdefault(whole[rank], rank)
             places.append(parts)
             for rank in parts.values():
                 wanted.setdefault(rank, []).append(for_rank(handle._number, rank))
@@ -473,10 +471,9 @@ class StartedMesh(NamedAxes):
             if len(parts) * torch.Size(local).numel() < handle.numel():
                 raise RankError(f"a part of {handle.spec} died with its rank; fix: {RESTART}")
             whole = torch.empty(handle.shape, dtype=handle.dtype)
-            for rank in parts.values():
-                part = found[rank][for_rank(handle._number, rank)].tensor()
-                place = self.mesh.coordinate(rank)
-                sharding.shard(whole, handle.spec, self.mesh, place).copy_(part)
+            for part, rank in parts.items():
+                value = found[rank][for_rank(handle._number, rank)].tensor()
+                whole[tuple(slice(*ends) for ends in part)] = value
             out.append(whole)
         return out
 
@@ -521,14 +518,11 @@ class StartedMesh(NamedAxes):
         if not sharding.spec_axes(spec):
             return [Packed.of(value)] * self.size
         made: dict[tuple, Packed] = {}
-        out = []
-        for rank in range(self.size):
-            place = self.mesh.coordinate(rank)
-            at = sharding.offsets(value.shape, spec, self.mesh, place)
-            if at not in made:
-                made[at] = Packed.of(sharding.shard(value, spec, self.mesh, place).clone())
-            out.append(made[at])
-        return out
+        parts = sharding.windows(tuple(value.shape), spec, self.mesh)
+        for part in parts:
+            if part not in made:
+                made[part] = Packed.of(value[tuple(slice(*ends) for ends in part)])
+        return [made[part] for part in parts]
 
     def _number(self, count: int) -> int:
         self._numbers += count
@@ -622,7 +616,7 @@ class StartedMesh(NamedAxes):
         plan = function._plans.get((structure, kinds))
         if plan is not None:
             return plan, leaves
-        function.find_out_specs(args)
+        out_specs = function.find_out_specs(args)
         specs, paths, moves = self._bind_specs(function, args), tree.paths(args), {}
         for index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
             if isinstance(leaf, Handle) and isinstance(spec, P) and leaf._kind.local is None:
@@ -643,7 +637,9 @@ class StartedMesh(NamedAxes):
         if blob not in self._structures:
             self._pending.append(("structure", (len(self._structures), blob)))
         number = self._structures.setdefault(blob, len(self._structures))
-        plan = function._plans[structure, kinds] = Plan(number, specs, moves, consumed, same, paths)
+        plan = function._plans[structure, kinds] = Plan(
+            number, specs, moves, consumed, same, paths, out_specs, {}
+        )
         return plan, leaves
 
     def _bind_specs(self, function: RemoteFunction, args: tuple) -> list:
@@ -724,7 +720,7 @@ class StartedMesh(NamedAxes):
         fate = f"was donated to {name}; fix: use the result in its place, or donate a clone"
         for handle in consumed:
             handle._fate = fate
-        return self._results_of(function, {n: a[-1].value for n, a in answers.items()}, first)
+        return self._results_of(function, plan, {n: a[-1].value for n, a in answers.items()}, first)
 
     def _encode(self, name: str, plan: Plan, index: int, leaf: Any) -> Any:
         """A leaf as it is sent: a list of one for each rank, or the same for all."""
@@ -794,7 +790,7 @@ class StartedMesh(NamedAxes):
         return found
 
     def _results_of(
-        self, function: RemoteFunction, kept: dict[int, KeptResults], first: int
+        self, function: RemoteFunction, plan: Plan, kept: dict[int, KeptResults], first: int
     ) -> Any:
         """The results of a call, with handles in the place of tensors."""
         layouts = {rank: self._layout(rank, each) for rank, each in sorted(kept.items())}
@@ -803,12 +799,10 @@ class StartedMesh(NamedAxes):
         self._number(most)
         key = kept[0].layout
         if function.by_stage or any(each[1] is not metas for each in layouts.values()):
-            return self._results_by_stage(function, layouts, first)
-        found = function._results.get(key)
+            return self._results_by_stage(plan, layouts, first)
+        found = plan.results.get(key)
         if found is None:
-            flat = tree.broadcast_prefix(
-                function.out_specs, shown, is_leaf=is_spec, what="out_specs"
-            )
+            flat = tree.broadcast_prefix(plan.out_specs, shown, is_leaf=is_spec, what="out_specs")
             leaves, structure = tree.flatten(shown, is_leaf=is_slot)
             rows: list[Any] = []
             for leaf, spec in zip(leaves, flat, strict=True):
@@ -820,7 +814,7 @@ class StartedMesh(NamedAxes):
                 rows.append(leaf)
             found = rows, structure
             if key:
-                function._results[key] = found
+                plan.results[key] = found
         if function.sums:
             compare_sums(*found, {rank: each.sums for rank, each in kept.items()}, self.mesh)
         scalars = kept[0].numbers.get
@@ -832,13 +826,13 @@ class StartedMesh(NamedAxes):
         ]
         return tree.unflatten(found[1], out)
 
-    def _results_by_stage(self, function: RemoteFunction, layouts: dict, first: int) -> Any:
+    def _results_by_stage(self, plan: Plan, layouts: dict, first: int) -> Any:
         def make(meta: TensorMeta, spec: P, numbers: dict, shapes: dict) -> Handle:
             shape = sharding.global_shape(meta.shape, spec, self.mesh)
             kind = self._kind(shape, meta.dtype, spec, meta.device, shapes if shape else None)
             return Handle(self, kind, numbers)
 
-        return join_stages(layouts, function.out_specs, first, make)
+        return join_stages(layouts, plan.out_specs, first, make)
 
 
 def _write(text: str, is_error: bool) -> None:

@@ -258,10 +258,12 @@ class Worker:
         leaves = [self._leaf(i, leaf, call.moves) for i, leaf in enumerate(call.leaves)]
         structure = self.arguments[call.arguments]
         if isinstance(structure, bytes):
-            structure = self.arguments[call.arguments] = load(structure, self.find)
-        filled = tree.map(lambda slot: leaves[slot.index], structure, is_leaf=is_slot)
-        args = _without_absent(filled)
-        del leaves, filled
+            structure = tree.flatten(load(structure, self.find), is_leaf=is_slot)[1]
+            self.arguments[call.arguments] = structure
+        args = tree.unflatten(structure, leaves)
+        if any(type(leaf) is Absent for leaf in leaves):
+            args = _without_absent(args)
+        del leaves
         out = function(*args)
         del args
         for number in call.consumed:
@@ -300,11 +302,11 @@ class Worker:
         """Keep the tensors of `out`: see `call`."""
         leaves, structure = tree.flatten(out)
         metas, shown, numbers = [], [], {}
+        refuse_donated(leaves, lambda: ["of the result"] * len(leaves), "the call")
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 shown.append(leaf)
                 continue
-            refuse_donated([leaf], lambda: ["of the result"], "the call")
             index = len(metas)
             self.values[first + index] = leaf
             shown.append(ResultSlot(index))

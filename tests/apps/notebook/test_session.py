@@ -149,6 +149,17 @@ def test_a_partitioned_function(ranks):
     assert float(f(x, w)) == pytest.approx((x @ w).tanh().sum().item(), abs=1e-12)
 
 
+def test_results_of_other_arguments_are_split_otherwise(ranks):
+    """Their specs are found by tracing, for each kind of arguments."""
+    x, y = torch.randn(2, 4, 4, dtype=torch.float64)
+    f = ft.partition(lambda given: given["x"] @ given["y"], ranks, (P(),))
+    g = ft.partition(lambda given: given["x"] @ given["y"], MESH, (P(),))
+    halves = ft.partition(lambda x: x.T if len(x) == 4 else x * 2, ranks, (P("dp"),))
+    assert torch.equal(halves(x).gather(), x.T)
+    assert torch.equal(halves(x[:2]).gather(), x[:2] * 2)
+    assert torch.equal(f({"x": x, "y": y}).gather(), g({"x": x, "y": y}))
+
+
 def test_a_pipeline(simulated):
     """Ranks hold different parts: what is made of a rank's place is built there."""
     schedule = ft.pipeline.make("1f1b", 2, 2)
@@ -216,6 +227,22 @@ def test_values_go_and_come(ranks):
     ]
     with pytest.raises(ValueError, match="got dim 0 of shape"):
         ft.shard(torch.ones(3), P("dp"), ranks)
+
+
+def test_treescope_shows_numbers_and_parts(ranks):
+    treescope = pytest.importorskip("treescope")
+    whole = torch.arange(60.0).reshape(6, 10)
+    handle = ft.shard(whole, P(None, "dp"), ranks)
+    adapter = treescope.type_registries.lookup_ndarray_adapter(handle)
+    shown, mask = adapter.get_array_data_with_truncation(handle, None, (None, 2))
+    assert (shown[:, mask[0]] == whole[:, [0, 1, 8, 9]].numpy()).all()
+    sharding = adapter.get_sharding_info_for_array_data(handle)
+    assert sharding.shard_shape == (6, 5)
+    assert not sharding.fully_replicated
+    parts = sharding.device_index_to_shard_slices
+    assert torch.equal(torch.cat([whole[parts[rank]] for rank in (0, 1)], 1), whole)
+    assert "ArrayvizRendering" in repr(treescope.render_array(handle))
+    assert "digitbox" in repr(treescope.render_array_sharding(handle)).lower()
 
 
 def test_a_handle_that_is_split_otherwise_is_moved(ranks):
