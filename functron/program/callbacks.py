@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import FrameType
+from types import CellType, FrameType
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ def callback(
     """
     name = getattr(fn, "__name__", None) or type(getattr(fn, "func", fn)).__name__
     refuse_holders(f"debug.callback at {user_line()}", "argument", (args, kwargs))
-    if any(map(_is_unknown, find_tensors(fn))):
+    if any(map(_is_unknown, _find_hidden(fn))):
         got, wanted = "a tensor of the program that it closes over", "an argument"
         fix = f"ft.debug.callback({name}, x), and have {name} take it"
         refuse(f"debug.callback at {user_line()}", name, got, wanted, fix)
@@ -136,9 +136,18 @@ def callback(
     _emit(_OPS.debug_callback.default, function, some, all_ranks=True, ordered=ordered)
 
 
-def _is_unknown(value: torch.Tensor) -> bool:
-    """Whether a tensor has no numbers, or not those of one rank."""
-    return isinstance(value, FakeTensor) or compat.is_wrapped(value)
+def _find_hidden(fn: Callable) -> list[Any]:
+    """Tensors that a function closes over, fake ones among them."""
+    inner = getattr(fn, "func", fn)  # of a partial
+    cells = [cell for cell in getattr(inner, "__closure__", None) or () if cell != CellType()]
+    held = [getattr(fn, "args", ()), getattr(fn, "keywords", {})]
+    return [*find_tensors(fn), *tree.leaves((held, [cell.cell_contents for cell in cells]))]
+
+
+def _is_unknown(value: Any) -> bool:
+    """Whether it is a tensor without numbers, or without those of one rank."""
+    made = isinstance(value, torch.Tensor)
+    return made and (isinstance(value, FakeTensor) or compat.is_wrapped(value))
 
 
 @public
@@ -257,9 +266,25 @@ def _stop_at_user(title: str) -> None:
     elif frame is not None:
         if sys.stdin is None or sys.stdin.closed:
             refuse(title, "stdin", "none", "a terminal", "print with ft.debug.print")
-        debugger = pdb.Pdb()
-        debugger.set_trace(frame)
-        debugger.set_next(frame)  # not in the frames that lead back to it
+        _FrameDebugger(frame).set_trace(frame)
+
+
+class _FrameDebugger(pdb.Pdb):
+    """Python's debugger, which stops first in a frame that called the one where it starts."""
+
+    def __init__(self, frame: FrameType):
+        super().__init__()
+        self._first: FrameType | None = frame
+
+    def set_step(self) -> None:
+        """Stop at the next line; at first, of the frame itself, not on the way back to it."""
+        frame, self._first = self._first, None
+        if frame is None:
+            super().set_step()
+        else:
+            self.set_next(frame)
+
+    set_stepinstr = set_step  # by which later versions of Python begin
 
 
 # --- what all effects have in common

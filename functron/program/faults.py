@@ -218,9 +218,8 @@ class _Search:
             return
         for output, value in zip(program.outputs, leaves, strict=True):
             if isinstance(value, torch.Tensor) and _count_bad(value):
-                head = (
-                    f"nans: output {output.path or '0'} is not finite, and nothing computed it so"
-                )
+                path = output.path or "0"
+                head = f"nans: output {path} has infinities that came with arguments"
                 lines = [_describe(value), f"infinities before it: {'; '.join(given[:_FEW])}"]
                 self._tell(head, lines, [{}], 1)
                 return
