@@ -224,9 +224,11 @@ class Equation:
 
     @cached_property
     def acts(self) -> bool:
-        """Whether it, or an equation of its body, is there for its side effect: has no results."""
-        body = getattr(self.op, "body", None)
-        return not self.outputs if body is None else any(e.acts for e in body.equations)
+        """Whether it, or an equation inside, is there for its side effect: has no results."""
+        inner = [self.op.body] if isinstance(self.op, Scan) else getattr(self.op, "blocks", [])
+        return any(e.acts for block in inner for e in block.equations) or not (
+            inner or self.outputs
+        )
 
     @property
     def ordered(self) -> bool:
