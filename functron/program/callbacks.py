@@ -36,7 +36,10 @@ from functron.spmd.axes import BoundAxis, Scope, SimulatedAxis, TracedAxis, ente
 from functron.spmd.simulate import no_share
 
 _LIBRARY = torch.library.Library("functron", "FRAGMENT")
-_REST = "Tensor[] values, str[] axes, Tensor[] indices, str[] dims, bool ordered=False) -> ()"
+_REST = (
+    "Tensor[] values, str[] axes, Tensor[] indices, str[] dims, *, Tensor[]? where=None, "
+    "bool ordered=False) -> ()"
+)
 _LIBRARY.define(f"debug_print(str text, {_REST}")
 _LIBRARY.define(f"debug_check(str text, {_REST}")
 _LIBRARY.define(f"debug_callback(str function, {_REST}")
@@ -309,7 +312,9 @@ def run_effect(equation: Equation) -> Callable[..., None]:
     return functools.partial(EFFECTS[equation.name], line=equation.where.line)
 
 
-def repeat_effect(equation: Equation, *args: Any, ordered: bool = False) -> None:
+def repeat_effect(
+    equation: Equation, *args: Any, where: Sequence[torch.Tensor] = (), ordered: bool = False
+) -> None:
     """An effect of a program, on every rank that there is where this runs.
 
     Each element of the user's own vmaps is one by itself.
@@ -318,12 +323,32 @@ def repeat_effect(equation: Equation, *args: Any, ordered: bool = False) -> None
     all_ranks, line = equation.name == "debug_callback", equation.where.line
 
     def show(*rows):
-        _emit(equation.op, head, rows, all_ranks, ordered, line)
+        with effects_where(*rows[len(values) :]):
+            _emit(equation.op, head, rows[: len(values)], all_ranks, ordered, line)
         return rows
 
     for _ in dims:
         show = torch.func.vmap(show)
-    show(*values)
+    show(*values, *where)
+
+
+_masks: contextvars.ContextVar[tuple] = contextvars.ContextVar("functron_effect_masks", default=())
+
+
+def effects_where(*masks: Any) -> AbstractContextManager[None]:
+    """Have the effects of this with block on those ranks and elements alone where masks are true.
+
+    For what runs for all of them, and is then selected: the branches of a predicate that varies.
+
+    Args:
+        masks: bools, or scalar tensors of them, possibly wrapped by torch.func transforms; in
+            lockstep, those of all ranks (`functron.program.interpreter.RankValues`).
+    """
+    return set_during(_masks, (*_masks.get(), *masks))
+
+
+effect_masks = _masks.get
+"""``effect_masks()``: all masks of `effects_where` that are in force."""
 
 
 def _emit(
@@ -345,21 +370,28 @@ def _emit(
         return
     axes = [axis for axis in scope().axes.values() if axis is not None]
     simulated = {compat.level_of(a.token): a for a in axes if isinstance(a, SimulatedAxis)}
-    plain, recorder, faked = [no_share(x) for x in tensors], active(), compat.faking()
+    masks = [mask for mask in effect_masks() if mask is not True]
+    if any(mask is False for mask in masks):
+        return
+    plain, recorder, faked = [no_share(x) for x in (*tensors, *masks)], active(), compat.faking()
+    options: dict[str, Any] = {"ordered": True} if ordered else {}
     with compat.no_transforms(), torch.no_grad():
         if recorder is not None:
             values, dims = _expand_ranks(plain, simulated, all_ranks)
+            values, where = values[: len(tensors)], values[len(tensors) :]
+            options |= {"where": where} if where else {}
             traced = {axis.name: axis.index for axis in axes if isinstance(axis, TracedAxis)}
-            options = {"ordered": True} if ordered else {}
             recorder.effect(op, head, values, [*traced], [*traced.values()], dims, **options)
         elif not faked:
             with compat.no_dispatch_modes():  # which would count what is done here as the program's
                 values, dims = _expand_ranks(plain, simulated, all_ranks)
                 if any(isinstance(v, FakeTensor) or v.is_meta for v in values):
                     return
+                values, options["where"] = values[: len(tensors)], values[len(tensors) :]
                 place = {axis.name: axis.index for axis in axes if isinstance(axis, BoundAxis)}
                 run = EFFECTS[op._schema.name.partition("::")[2]]
-                run(head, values, [*place], [*place.values()], dims, line=line or user_line())
+                line = line or user_line()
+                run(head, values, [*place], [*place.values()], dims, line=line, **options)
 
 
 def _fill_statics(
@@ -494,20 +526,26 @@ def _format_each(value: Any, spec: str) -> str:
 
 
 def _lanes(
-    values: Sequence[torch.Tensor], axes: Sequence[str], indices: Sequence[Any], dims: Sequence[str]
+    values: Sequence[torch.Tensor],
+    axes: Sequence[str],
+    indices: Sequence[Any],
+    dims: Sequence[str],
+    where: Sequence[torch.Tensor] | None,
 ) -> Iterator[tuple[dict[str, int], tuple[int, ...]]]:
     """The place of each rank and element, and where its values are along the leading dims."""
     place = {name: int(index) for name, index in zip(axes, indices, strict=True)}
-    for row in itertools.product(*map(range, values[0].shape[: len(dims)] if values else ())):
-        yield {**place, **dict(zip(dims, row, strict=True))}, row
+    sizes = next((x.shape[: len(dims)] for x in (*values, *(where or ()))), ())
+    for row in itertools.product(*map(range, sizes)):
+        if all(bool(mask[row]) for mask in where or ()):
+            yield {**place, **dict(zip(dims, row, strict=True))}, row
 
 
 def _place_text(at: Mapping[str, int]) -> str:
     return " ".join(f"{name}={index}" for name, index in at.items())
 
 
-def _print_lines(text, values, axes, indices, dims, ordered=False, *, line="") -> None:
-    for at, row in _lanes(values, axes, indices, dims):
+def _print_lines(text, values, axes, indices, dims, *, where=None, ordered=False, line="") -> None:
+    for at, row in _lanes(values, axes, indices, dims, where):
         builtins.print(_line_of(at, text, [value[row] for value in values]), flush=True)
 
 
@@ -519,11 +557,14 @@ def _line_of(at: Mapping[str, int], text: str, values: Sequence[torch.Tensor]) -
 _FEW = 8  # ranks that a message lists
 
 
-def _raise_failed(text, values, axes, indices, dims, ordered=False, *, line="") -> None:
+def _raise_failed(text, values, axes, indices, dims, *, where=None, ordered=False, line="") -> None:
     held, *shown = values
     if bool(held.all()):
         return
-    failed = [lane for lane in _lanes(values, axes, indices, dims) if not held[lane[1]].all()]
+    lanes = _lanes(values, axes, indices, dims, where)
+    failed = [lane for lane in lanes if not held[lane[1]].all()]
+    if not failed:
+        return
     lines = [_line_of(at, text, [value[row] for value in shown]) for at, row in failed[:_FEW]]
     lines += [f"... and {len(failed) - _FEW} more"] if len(failed) > _FEW else []
     head = f"debug.check at {line or 'an unknown line'}:"
@@ -531,13 +572,15 @@ def _raise_failed(text, values, axes, indices, dims, ordered=False, *, line="") 
     raise ValueError("\n  ".join([head, *lines]) if many else f"{head} {lines[0]}")
 
 
-def _call_function(function, values, axes, indices, dims, ordered=False, *, line="") -> None:
+def _call_function(
+    function, values, axes, indices, dims, *, where=None, ordered=False, line=""
+) -> None:
     call = getattr(function, "call", None)
     if call is None:
         got, wanted = "its name alone, as a program's text has it", "the function"
         fix = "trace the program again, or take the equation out of the text"
         refuse(f"debug.callback at {line}", str(function), got, wanted, fix)
-    for at, row in _lanes(values, axes, indices, dims):
+    for at, row in _lanes(values, axes, indices, dims, where):
         copies = [value[row].clone(memory_format=torch.contiguous_format) for value in values]
         try:
             with aside(), enter(Scope()):
@@ -557,4 +600,4 @@ EFFECTS: Mapping[str, Callable[..., None]] = {
 
 for _name, _run in EFFECTS.items():
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, lambda *args: None, "Meta")
+    _LIBRARY.impl(_name, lambda *args, **kwargs: None, "Meta")

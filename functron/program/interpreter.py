@@ -28,7 +28,7 @@ from functron.core.closure import refuse_orphans, refuse_tracked
 from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.scopes import in_phase, named_scope
-from functron.program.callbacks import EFFECTS, repeat_effect, run_effect
+from functron.program.callbacks import EFFECTS, effect_masks, repeat_effect, run_effect
 from functron.program.equations import (
     Block,
     Code,
@@ -272,6 +272,7 @@ def _run_equation(equation: Equation, values: dict[Var, Any], mesh: Mesh | None)
         run = functools.partial(_run_own, equation)
     elif mesh is not None and own and equation.name in EFFECTS:
         run = run_effect(equation)
+        kwargs["where"] = [*kwargs.get("where", ()), *effect_masks()]
     elif own and mesh is None:  # in lockstep its operands say which rank it is of
         run = functools.partial(_run_effect, equation)
     results = _map_ranks(mesh, run, args, kwargs)

@@ -331,8 +331,8 @@ class Recorder(TorchDispatchMode):
 
     def effect(self, op: Any, *args: Any, **options: Any) -> None:
         """Append an equation without results, which is kept for its side effect."""
-        operands = pytree.tree_map_only(torch.Tensor, self.var, args)
-        self._append(Equation(op, operands, options, (), self._where()))
+        args, options = pytree.tree_map_only(torch.Tensor, self.var, (args, options))
+        self._append(Equation(op, args, options, (), self._where()))
 
     def var(self, tensor: torch.Tensor) -> Var:
         """The value that a tensor stands for in the current frame.

@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec
 import functron as ft
 from functron import Mesh, P, debug, lax
 from functron.program import text
+from functron.program.callbacks import effects_where
 from functron.program.equations import Scan
+from functron.program.interpreter import RankValues
 from functron.program.overlap import split_scan_body
 from functron.program.parse import parse
 
@@ -518,3 +520,52 @@ def test_processes_call_their_own_and_none_hangs(torchrun):
     assert sorted(out) == sorted(
         [*["['dp=0']", "refused"] * 2, "ValueError True True", "LostRanksError False True"]
     )
+
+
+# --- where some ranks or elements alone take part
+
+
+def masked(seen, pred):
+    def program(x):
+        with effects_where(pred(x)):
+            debug.callback(keep_in(seen), x.sum(), coordinate=True)
+            debug.check(pred(x), "never")
+            debug.print("here")
+            with effects_where(x.sum() > 100):
+                debug.check(False, "never")
+        return x
+
+    return program
+
+
+def test_effects_of_ranks_that_a_mask_leaves_out(seen, capsys):
+    program = masked(seen, lambda x: x.sum() > 1)
+    mapped = ft.shard_map(program, MESH, P("dp", "tp"), P("dp", "tp"))
+    for run in forms(mapped, X):
+        seen.clear()
+        run(X)
+        assert seen == [({"dp": 1, "tp": 0}, 2.0), ({"dp": 1, "tp": 1}, 3.0)]
+        assert capsys.readouterr().out.splitlines() == ["[dp=1 tp=0] here", "[dp=1 tp=1] here"]
+    traced = ft.trace(mapped)(X)
+    assert text.format(parse(text.format(traced))) == text.format(traced)
+    assert "where=[%gt" in text.format(traced)
+
+
+def test_effects_of_elements_that_a_mask_leaves_out(seen, capsys):
+    program = torch.func.vmap(masked(seen, lambda x: x.sum() > 1))
+    for run in forms(program, X):
+        seen.clear()
+        run(X)
+        assert seen == [({"vmap": 1}, 5.0)]
+        assert capsys.readouterr().out.splitlines() == ["[vmap=1] here"]
+
+
+def test_masks_of_ranks_in_lockstep(seen):
+    traced = ft.trace(ft.shard_map(lambda x: debug.callback(keep_in(seen), x) or x, MESH, P("tp"), P("tp")))
+    program = traced(torch.arange(2.0))
+    with effects_where(RankValues([torch.tensor(rank == 2) for rank in range(4)])):
+        program(torch.arange(2.0))
+    assert seen == [[0.0]]
+    with effects_where(True, False):
+        debug.callback(keep_in(seen), X)
+    assert seen == [[0.0]]
