@@ -21,7 +21,7 @@ from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.random import watching_keys
 from functron.core.scopes import phase
-from functron.program.equations import Block, Equation, Input, Scan, Var, Where
+from functron.program.equations import Block, Equation, Input, Var, Where
 from functron.program.interpreter import (
     RankValues,
     ambient_inputs,
@@ -352,10 +352,22 @@ def _record_use(sampler: str, key: torch.Tensor, shape: Sequence[int], index: An
 
 @dataclass(frozen=True, eq=False)
 class _Loop:
-    """A scan of several iterations."""
+    """A loop of several iterations, of `length` if that is known."""
 
     name: str
-    length: int
+    length: int | None
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """One of the branches of an equation, of which one runs."""
+
+    switch: Equation
+    number: int
+
+
+_Around = tuple[_Loop | _Branch, ...]
+"""The loops and branches around an equation, outermost first."""
 
 
 @dataclass(frozen=True)
@@ -366,15 +378,21 @@ class _KeyUse:
         key: its number, and those of the values that it is a part of.
         how: the sampler and the shape; positions, by number.
         moving: the loops in whose iterations it differs.
-        loops: those around it.
+        around: it.
     """
 
     key: tuple[int, ...]
     how: tuple[str, tuple[int, ...]]
     places: tuple[int, ...]
     moving: frozenset[_Loop]
-    loops: tuple[_Loop, ...]
+    around: _Around
     where: Where
+
+    def excludes(self, other: _KeyUse) -> bool:
+        """Whether they are in two branches of which one runs."""
+        here = {each.switch: each.number for each in self.around if isinstance(each, _Branch)}
+        there = (each for each in other.around if isinstance(each, _Branch))
+        return any(here.get(each.switch, each.number) != each.number for each in there)
 
     @property
     def text(self) -> str:
@@ -400,15 +418,16 @@ class _KeyUses:
     def problems(self) -> Iterator[tuple[str, str]]:
         """Each place where a key is used again, and how."""
         for use in self.uses:
-            for loop in use.loops if use.how[0] != "split" else ():
-                if loop not in use.moving:
-                    again = f"in each of the {loop.length} iterations of scan {word(loop.name)}"
-                    yield use.text, f"used {again}"
+            for loop in use.around if use.how[0] != "split" else ():
+                if isinstance(loop, _Loop) and loop not in use.moving:
+                    each = f"each of the {loop.length} iterations of scan"
+                    each = "each iteration of loop" if loop.length is None else each
+                    yield use.text, f"used in {each} {word(loop.name)}"
         for one, two in itertools.combinations(self.uses, 2):
             again = one.key[0] in two.key or two.key[0] in one.key
             # the same keys are made by the same split: those who draw with them tell
             apart = one.places != two.places or one.how[0] == "split"
-            if again and not (one.how == two.how and apart):
+            if again and not (one.how == two.how and apart) and not one.excludes(two):
                 yield two.text, f"used before, by {one.text}"
 
     def _number(
@@ -427,26 +446,29 @@ class _KeyUses:
         return self._number(given.var)
 
     def _read_block(
-        self, block: Block, numbers: dict[Var, int], loops: tuple[_Loop, ...], *, keep: bool
+        self, block: Block, numbers: dict[Var, int], around: _Around, *, keep: bool
     ) -> list[Any]:
         """The numbers of a block's outputs; `numbers` has those of its inputs."""
         for equation in block.equations:
-            if isinstance(equation.op, Scan):
-                self._read_scan(equation, numbers, loops, keep)
+            if equation.name == "switch":
+                self._read_switch(equation, numbers, around, keep)
+            elif hasattr(equation.op, "body"):
+                self._read_loop(equation, numbers, around, keep)
             elif equation.name == "use_key":
                 if keep:
-                    self.uses.append(self._read_use(equation, numbers, loops))
+                    self.uses.append(self._read_use(equation, numbers, around))
             else:
                 self._read_equation(equation, numbers)
         return [numbers[v] if isinstance(v, Var) else ("value", repr(v)) for v in block.outputs]
 
-    def _read_use(self, equation: Equation, numbers, loops: tuple[_Loop, ...]) -> _KeyUse:
+    def _read_use(self, equation: Equation, numbers, around: _Around) -> _KeyUse:
         key, index, sampler, shape = equation.args
         chain, places = [numbers[key]], tuple(numbers[at] for at in index)
         while chain[-1] in self._whole:
             chain.append(self._whole[chain[-1]])
         moving = frozenset().union(*(self._moving[x] for x in (chain[0], *places)))
-        return _KeyUse(tuple(chain), (sampler, tuple(shape)), places, moving, loops, equation.where)
+        how = sampler, tuple(shape)
+        return _KeyUse(tuple(chain), how, places, moving, around, equation.where)
 
     def _read_equation(self, equation: Equation, numbers: dict[Var, int]) -> None:
         given = list(dict.fromkeys(numbers[v] for v in equation.operands))
@@ -468,21 +490,32 @@ class _KeyUses:
                 name = _name_row(equation, position, given[0])
             numbers[value] = self._number(name, moving, given[0] if part else None)
 
-    def _read_scan(self, equation: Equation, numbers, loops: tuple[_Loop, ...], keep: bool) -> None:
-        op = equation.scan
-        loop = _Loop(op.name, op.length)
-        inside = (*loops, loop) if op.length > 1 else loops
-        turns = frozenset([loop]) if op.length > 1 else frozenset()
+    def _read_switch(self, equation: Equation, numbers, around: _Around, keep: bool) -> None:
+        """Branches, of which one runs: their uses do not meet."""
         given = [numbers[v] for v in equation.args]
-        stays = [True] * op.num_carry  # carries that the body returns as they are
+        op: Any = equation.op
+        for index, block in enumerate(op.blocks):
+            inner = dict(zip(block.inputs, given[1:], strict=True))
+            self._read_block(block, inner, (*around, _Branch(equation, index)), keep=keep)
+        self._number_results(equation, numbers, equation, {})
+
+    def _read_loop(self, equation: Equation, numbers, around: _Around, keep: bool) -> None:
+        op: Any = equation.op
+        given = [numbers[v] for v in equation.args]
+        length = getattr(op, "length", None)  # not known of one that runs while something holds
+        num_carry = getattr(op, "num_carry", len(given) - op.num_consts)
+        loop = _Loop(op.name, length)
+        inside = around if length == 1 else (*around, loop)
+        turns = frozenset() if length == 1 else frozenset([loop])
+        stays = [True] * num_carry  # carries that the body returns as they are
 
         def enter() -> list[int]:
             found = []
             for position, (outer, operand) in enumerate(zip(given, equation.args, strict=True)):
                 carry, moving = position - op.num_consts, self._moving[outer]
-                if carry < 0 or (carry < op.num_carry and stays[carry]):
+                if carry < 0 or (carry < num_carry and stays[carry]):
                     found.append(outer)
-                elif carry < op.num_carry:
+                elif carry < num_carry:
                     found.append(self._number((loop, "carry", carry), moving | turns))
                 else:
                     same = operand.stride[0] == 0  # the same row again and again
@@ -494,18 +527,25 @@ class _KeyUses:
             entered = enter()
             inner = dict(zip(op.body.inputs, entered, strict=True))
             outputs = self._read_block(op.body, dict(inner), inside, keep=False)
-            carries = entered[op.num_consts :][: op.num_carry]
+            carries = entered[op.num_consts :][:num_carry]
             still = [s and a == b for s, a, b in zip(stays, carries, outputs, strict=False)]
             if still == stays:
                 break
             stays = still
-        self._read_block(op.body, dict(inner), inside, keep=keep)
+        for block in getattr(op, "blocks", (op.body,)):
+            inner = dict(zip(block.inputs, entered, strict=True))
+            self._read_block(block, inner, inside, keep=keep)
+        kept = {i: carry for i, carry in enumerate(carries) if stays[i]}
+        self._number_results(equation, numbers, loop, kept)
+
+    def _number_results(
+        self, equation: Equation, numbers, of: Any, known: Mapping[int, int]
+    ) -> None:
+        moving = frozenset().union(*(self._moving[numbers[v]] for v in equation.args))
         for position, value in enumerate(equation.outputs):
             if value is not None:
-                kept = position < op.num_carry and stays[position]
-                moving = frozenset().union(*(self._moving[x] for x in given))
-                made = self._number((loop, "result", position), moving)
-                numbers[value] = carries[position] if kept else made
+                made = self._number((of, "result", position), moving)
+                numbers[value] = known.get(position, made)
 
 
 _SAME = frozenset(

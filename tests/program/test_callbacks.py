@@ -561,7 +561,9 @@ def test_effects_of_elements_that_a_mask_leaves_out(seen, capsys):
 
 
 def test_masks_of_ranks_in_lockstep(seen):
-    traced = ft.trace(ft.shard_map(lambda x: debug.callback(keep_in(seen), x) or x, MESH, P("tp"), P("tp")))
+    traced = ft.trace(
+        ft.shard_map(lambda x: debug.callback(keep_in(seen), x) or x, MESH, P("tp"), P("tp"))
+    )
     program = traced(torch.arange(2.0))
     with effects_where(RankValues([torch.tensor(rank == 2) for rank in range(4)])):
         program(torch.arange(2.0))
