@@ -21,12 +21,14 @@ from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.random import watching_keys
 from functron.core.scopes import phase
+from functron.program.callbacks import effect_masks
 from functron.program.equations import Block, Equation, Input, Var, Where
 from functron.program.interpreter import (
     RankValues,
     ambient_inputs,
     run_block,
-    watch_in_lockstep,
+    run_in_lockstep,
+    watching_numbers,
 )
 from functron.program.recorder import active
 from functron.program.text import dtype_text, word
@@ -78,7 +80,8 @@ def nans(f: Callable, *, infs: bool = True) -> Callable:
         leaves = program.flatten(args)
         search.read_inputs(program.inputs, leaves)
         if bound is None:
-            out = watch_in_lockstep(program, args, search)
+            with watching_numbers(search):
+                out = run_in_lockstep(program, *args)
             search.read_outputs(program, tree.leaves(out))
             return out
         return _run_bound(name, program, bound, leaves, search)
@@ -101,9 +104,9 @@ def _run_bound(
     """The results on this process; all of them run to the end, and then raise the same error."""
     axes, absent = bound_axes(mesh)
     with JointCall(f"nans of {name}", mesh, alike=None):
-        with bind(axes, absent=absent):
+        with bind(axes, absent=absent), watching_numbers(search):
             values = {**leaves, **ambient_inputs(program.inputs)}
-            results = run_block(program.block, values, watch=search)
+            results = run_block(program.block, values)
         made = [r if isinstance(o.value, Var) else o.value
                 for r, o in zip(results, program.outputs, strict=True)]  # fmt: skip
         search.read_outputs(program, made)
@@ -179,7 +182,7 @@ class _Search:
         if self.found is not None:
             return
         columns = [[_count_bad(x) for x in _ranks_of(value)] for value in results]
-        bad = [any(filter(None, row)) for row in zip(*columns, strict=True)]
+        bad = [any(row) and _takes_part(k) for k, row in enumerate(zip(*columns, strict=True))]
         if not any(bad):
             return
         ranks = [rank for rank, is_bad in enumerate(bad) if is_bad]
@@ -228,6 +231,11 @@ class _Search:
         self.found = self.found or _Finding(self._step, head, tuple(lines))
         if self.raises:
             raise ValueError(self.found.tell(places, num_ranks))
+
+
+def _takes_part(rank: int) -> bool:
+    """Whether a rank wants what runs here, or only runs it as others do (`effects_where`)."""
+    return all(bool(m[rank] if isinstance(m, RankValues) else m) for m in effect_masks())
 
 
 _UNWRITTEN = ("empty", "new_empty")

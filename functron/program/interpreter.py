@@ -14,6 +14,7 @@ meshes.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -27,7 +28,7 @@ from functron.core import compat, tree
 from functron.core.closure import refuse_orphans, refuse_tracked
 from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.core.scopes import in_phase, named_scope
+from functron.core.scopes import in_phase, named_scope, set_during
 from functron.program.callbacks import EFFECTS, effect_masks, repeat_effect, run_effect
 from functron.program.equations import (
     Block,
@@ -85,13 +86,31 @@ class NumberWatch(Protocol):
         """Look at one equation that is no scan: tensors, or `RankValues` of ranks in lockstep."""
 
 
+_watch: contextvars.ContextVar[NumberWatch | None] = contextvars.ContextVar(
+    "functron_number_watch", default=None
+)
+
+watching_numbers = functools.partial(set_during, _watch)
+"""``watching_numbers(watch)``: a with block in which `watch` sees the numbers of programs."""
+
+
+@contextlib.contextmanager
+def _in_row(name: str, index: int) -> Iterator[None]:
+    """Tell who watches that a with block is an iteration of a scan."""
+    watch = _watch.get()
+    if watch is not None:
+        watch.rows.append((name, index))
+    yield
+    if watch is not None:
+        watch.rows.pop()
+
+
 def run_block(
     block: Block,
     environment: dict[Var, Any],
     *,
     sliced: Collection[Var] = (),
     donated: Mapping[Var, Var] = MappingProxyType({}),
-    watch: NumberWatch | None = None,
 ) -> list:
     """The outputs of a block, computed in the scope that this is called in, without a tape.
 
@@ -103,13 +122,12 @@ def run_block(
             lists of slices, each of which is freed after the iteration that reads it.
         sliced: results of scans that stay such lists where no transform is active.
         donated: by results of scans, operands of them whose memory they take.
-        watch: is shown the numbers.
 
     Raises:
         ValueError: an axis of the block's collectives has another size where this is called.
     """
     with torch.no_grad():
-        return _run(block, _last_uses(block), environment, None, {*sliced}, donated, watch)
+        return _run(block, _last_uses(block), environment, None, {*sliced}, donated)
 
 
 def run_in_lockstep(program: Code, *args: tree.Tree) -> tree.Tree:
@@ -124,18 +142,13 @@ def run_in_lockstep(program: Code, *args: tree.Tree) -> tree.Tree:
         ValueError: the arguments differ from what was traced in structure, shape or dtype, or they
             or what the program closes over are differentiated.
     """
-    return watch_in_lockstep(program, args, None)
-
-
-def watch_in_lockstep(program: Code, args: tuple, watch: NumberWatch | None) -> tree.Tree:
-    """`run_in_lockstep`, where `watch` is shown the numbers of all ranks."""
     leaves = program.flatten(args)
     refuse_orphans(program.name, leaves.values())
     refuse_derivatives(program, leaves)
     mesh = program.mesh
     values = {given.var: _values_of_ranks(program, given, leaves) for given in program.inputs}
     with torch.no_grad(), bind([], absent=mesh.axis_names):
-        results = _run(program.block, _last_uses(program.block), values, mesh, watch=watch)
+        results = _run(program.block, _last_uses(program.block), values, mesh)
     outputs = [
         value
         if not isinstance(value, RankValues)
@@ -213,8 +226,8 @@ def _run(
     mesh: Mesh | None,
     sliced: AbstractSet[Var] = frozenset(),
     donated: Mapping[Var, Var] = MappingProxyType({}),
-    watch: NumberWatch | None = None,
 ) -> list:
+    watch = _watch.get()
     for value in dead[-1]:
         values.pop(value, None)
     for equation, last in zip(block.equations, dead, strict=False):
@@ -223,7 +236,7 @@ def _run(
             if isinstance(equation.op, Scan):
                 places = _find_places(equation, last, donated)
                 operands = _take_operands(equation, values, last)
-                results = _run_scan(equation, operands, mesh, sliced, places, watch)
+                results = _run_scan(equation, operands, mesh, sliced, places)
             else:
                 results = _run_equation(equation, values, mesh)
                 if watch is not None:
@@ -342,7 +355,6 @@ def _run_scan(
     mesh: Mesh | None,
     sliced: AbstractSet[Var],
     places: Mapping[Var, int],
-    watch: NumberWatch | None,
 ) -> Sequence[Any]:
     op, recorder = equation.scan, active()
     if recorder is not None and mesh is None and _can_record(equation, operands):
@@ -364,11 +376,8 @@ def _run_scan(
         inner = dict(zip(op.body.inputs, given, strict=True))
         given.clear()
         carry = []
-        if watch is not None:
-            watch.rows.append((op.name, index))
-        out = _run(op.body, dead, inner, mesh, watch=watch)
-        if watch is not None:
-            watch.rows.pop()
+        with _in_row(op.name, index):
+            out = _run(op.body, dead, inner, mesh)
         carry = out[: op.num_carry]
         for stack, row in zip(stacks, out[op.num_carry :], strict=True):
             for rank, own in zip(ranks, stack, strict=True):
