@@ -158,7 +158,7 @@ def check(pred: Any, message: str, *args: Any, **kwargs: Any) -> None:
     """Raise ``ValueError(message.format(*args, **kwargs))`` where `pred` does not hold.
 
     For conditions on numbers, where Python's ``assert`` cannot ask: it works where `print` does,
-    also in traced and compiled programs (as JAX's `checkify`, without a wrapper). The error comes
+    also in traced and compiled programs (as ``checkify`` of JAX, without a wrapper). The error comes
     from the call of the program, when it is reached, and has the line, the ranks on which `pred`
     fails, and their values. A process raises its own, and the others, that wait for it, end with
     an error as when it had died.
@@ -210,8 +210,8 @@ def breakpoint(**values: Any) -> None:  # noqa: A001  (as jax.debug.breakpoint)
     """Stop in Python's debugger at the line that calls this.
 
     In plain code and on a simulated mesh it is Python's ``breakpoint()``, in the frame of the
-    program: its variables are there, those of all ranks at once, and so are `lax` and ``up``.
-    Values that are given are printed first, by rank.
+    program, with its variables, which hold the values of all ranks at once. Values that are given
+    are printed first, by rank.
 
     A traced or compiled program has no frames any more. There it stops where the program reaches
     it, once for every rank, with the values that are given as variables::
@@ -220,7 +220,7 @@ def breakpoint(**values: Any) -> None:  # noqa: A001  (as jax.debug.breakpoint)
         (Pdb) p norm
 
     ``c`` goes on, ``q`` ends the program or, in a compiled one, this stop. Of another debugger
-    (`sys.breakpointhook`) the frame is this function's own: go ``up``.
+    (``sys.breakpointhook``) the frame is this function's own: go ``up``.
 
     Raises:
         ValueError: in a traced program without values; on the processes of a mesh, that have no
