@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from functron.models.options import Hook, ModelOptions
     from functron.partitioning import constrain, from_module, partition
     from functron.program import debug
-    from functron.program.debug import show, visualize_sharding
+    from functron.program.displays import show, visualize_sharding
     from functron.program.trace import Program, eval_shape, trace
     from functron.program.types import typeof
     from functron.spmd import (

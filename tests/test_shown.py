@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import html
 import inspect
+import operator
 import types
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -289,13 +290,15 @@ WITHOUT_EXAMPLE = {"BoundMesh", "named_scope"}
 """One needs processes; the other is shown in the notebook of programs."""
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in dir(ft) if callable(getattr(ft, n)) and n not in WITHOUT_EXAMPLE]
-)
+EXAMPLES = [n for n in dir(ft) if callable(getattr(ft, n)) and n not in WITHOUT_EXAMPLE]
+EXAMPLES += [f"debug.{n}" for n in ("callback", "check", "check_key_reuse", "nans", "no_checks")]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name):
     """Those of all functions and classes of the package, with the names that its readers have."""
     names = {"ft": ft, "torch": torch, "P": P, "gpt": gpt, "lax": ft.lax, "optim": optim}
-    text = inspect.getdoc(getattr(ft, name)) or ""
+    text = inspect.getdoc(operator.attrgetter(name)(ft)) or ""
     example = doctest.DocTestParser().get_doctest(text, names, name, None, None)
     assert example.examples, "no example"
     report: list[str] = []

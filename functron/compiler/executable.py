@@ -46,6 +46,7 @@ from functron.compiler.segments import Kernel, procedure, recompute_slices
 from functron.core import compat, tree
 from functron.core.errors import Problem, nearest, raise_problems
 from functron.program import text
+from functron.program.callbacks import EFFECTS
 from functron.program.equations import (
     Code,
     ControlFlow,
@@ -486,7 +487,7 @@ def _find_obstacle(equation: Equation) -> tuple[str, str] | None:
     if equation.name == _RAGGED and not any(equation.args[6:]):  # the room for rows of each rank
         fix = "bound what ranks send, such as by capacity_factor, or graph=False"
         return "as many rows as there are, which the host reads", fix
-    if equation.name == "debug_print" or _READS.intersection(equation.op.tags):
+    if equation.name in EFFECTS or _READS.intersection(equation.op.tags):
         return "numbers that the host reads", "leave it out, or graph=False"
     if equation.name in _GROUPED and not _has_kernel(equation):
         fix = "compute in bfloat16 with rows of whole 16 bytes, or graph=False"

@@ -22,6 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from functron.compiler.segments import Choice, Eager, Kernel, Loop, Procedure, ProcedureStep
+from functron.program.callbacks import EFFECTS, run_effect
 from functron.program.equations import Equation, Scan, Switch, Var
 from functron.program.overlap import list_turns
 from functron.program.text import axis_of
@@ -487,7 +488,7 @@ def _make_view(equation: Equation, slots: dict[Var, int]) -> Callable:
 def _make_call(equation: Equation, slots: dict[Var, int]) -> Callable:
     leaves, structure = pytree.tree_flatten((equation.args, dict(equation.kwargs)))
     places = [(i, slots[leaf]) for i, leaf in enumerate(leaves) if isinstance(leaf, Var)]
-    op: Any = equation.op
+    op: Any = run_effect(equation) if equation.name in EFFECTS else equation.op
     positions = tuple(
         (i, slots[v]) for i, v in enumerate(equation.outputs) if v is not None and v in slots
     )

@@ -32,6 +32,8 @@ Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", and J
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -41,6 +43,7 @@ from torch import Tensor
 
 from functron.core import compat
 from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.scopes import set_during
 
 Index = Sequence[Tensor | None] | None
 
@@ -70,7 +73,11 @@ def split(key: Tensor, num: int = 2) -> Tensor:
     Key `i` does not depend on `num`.
     """
     bad = [] if _is_size(num) else [Problem("num", repr(num), "an int >= 0")]
-    _check("split", key, (), None, bad)
+    _check("split", key, () if bad else (num,), None, bad)
+    return _split(key, num)
+
+
+def _split(key: Tensor, num: int) -> Tensor:
     if is_abstract(key):
         return key.new_empty(num, 2)
     counters = torch.arange(num, dtype=torch.int32, device=key.device)
@@ -238,10 +245,19 @@ def randint(
     factor = (2 ** (width // 2) % span) ** 2 % 2**width % span
     high, low = (
         sample(part, shape, index, lambda hi, lo: residue(integer(hi, lo, width), span, width))
-        for part in split(key).unbind()
+        for part in _split(key, 2).unbind()
     )
     offset = residue(high * signed(factor, 64) + low, span, width)
     return (offset + minval).to(dtype)
+
+
+_watch: contextvars.ContextVar[Callable[..., None] | None] = contextvars.ContextVar(
+    "functron_key_uses", default=None
+)
+
+watching_keys = functools.partial(set_during, _watch)
+"""``watching_keys(see)``: a with block in which ``see(name, key, shape, index)`` is called wherever
+a key is used: by a sampler, or by `split`."""
 
 
 def is_abstract(key: Tensor) -> bool:
@@ -278,6 +294,8 @@ def _check(
     if not place:
         place = list(_check_bounds(local_shape(shape, index), bounds))
     raise_problems(f"random.{what}", found + place + problems)
+    if (watch := _watch.get()) is not None and what != "fold_in":
+        watch(what, key, shape, index)
 
 
 def _check_index(key: Any, shape: Sequence[int], index: Any) -> Iterator[Problem]:

@@ -28,6 +28,7 @@ import torch
 from functron.partitioning import shards
 from functron.partitioning.placement import Reduction
 from functron.partitioning.shards import EquationSite, RunShard, Travel, dims_of, name_arguments
+from functron.program.callbacks import EFFECTS
 from functron.program.equations import Equation, Var
 
 Labels = tuple[tuple[str, ...], ...]
@@ -807,6 +808,11 @@ def whole(equation: Equation) -> PartitionRule:
     return replace(made, whole=frozenset(made.sizes))
 
 
+def _effect(equation: Equation) -> PartitionRule:
+    """A print, a callback or a check, which every rank has of whole values."""
+    return replace(whole(equation), run=shards.effect)
+
+
 def _like(equation: Equation) -> PartitionRule:
     """A new tensor of the dtype and device of another, wherever that lies."""
     made = whole(equation)
@@ -853,6 +859,7 @@ TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyTy
         "masked_fill": _linear_if(lambda e: e.args[2] == 0),
         **_rows("zero zeros_like ones_like full_like empty_like check_ids", pointwise()),
         **_rows("arange full zeros ones scalar_tensor empty eye linspace", whole),
+        **dict.fromkeys(EFFECTS, _effect),
         **_rows("tril_indices triu_indices", whole),
         **_rows("new_zeros new_ones new_full new_empty", _like),
         "sum": reduction("sum", linear=True),

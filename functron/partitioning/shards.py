@@ -28,6 +28,7 @@ from functron.ops.glu import GLU, GLU_PACKED
 from functron.ops.moe import look_up
 from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from functron.partitioning.placement import Digits, Sizes
+from functron.program.callbacks import repeat_effect
 from functron.program.equations import Equation
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import STANDARD_AXES
@@ -142,6 +143,12 @@ def run_registered(site: EquationSite, *args):
 def name(site: EquationSite, x, name):
     """x, marked by a name for the policies of remat."""
     return checkpoint_name(x, name)
+
+
+def effect(site: EquationSite, *args, **kwargs):
+    """An effect on whole values, on every rank."""
+    repeat_effect(site.equation, *args, **kwargs)
+    return []
 
 
 def overwritten(site: EquationSite, before, after):

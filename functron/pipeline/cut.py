@@ -34,7 +34,7 @@ import torch
 from functron.compiler.executable import match_donations
 from functron.compiler.lower import unroll
 from functron.core import tree
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.program.equations import (
     Block,
     ControlFlow,
@@ -60,9 +60,14 @@ FIRST = 2
 """Outputs have the bits from this one on."""
 
 
+def _holds_ordered(equation: Equation) -> bool:
+    """Whether it, or an equation of its body, is an effect that keeps the order of such."""
+    return any(each.ordered for each, _ in Block((), (equation,), ()).walk())
+
+
 def is_effect(equation: Equation) -> bool:
     """Whether an equation is there for its side effect, and not for its results."""
-    return bool(live_equations([equation], ()))
+    return not isinstance(equation.op, Scan) and bool(live_equations([equation], ()))
 
 
 def reach(block: Block, wanted: Sequence[int]) -> Mapping[Var, int]:
@@ -172,6 +177,7 @@ class Levels:
         self._inputs = inputs or {v: self._lowest(v) for v in block.inputs}
         for equation in block.equations:
             self._add(equation)
+        self._refuse_disorder()
         self._ends = self._find_ends(block.outputs, wanted)
         self._readers = self._list_readers()
         self._move_earlier()
@@ -193,6 +199,20 @@ class Levels:
         elif bits:
             at_hand = max(map(self.available, equation.operands), default=0)
             self._append(equation, self.rule(bits) if bits & ~EFFECT else at_hand)
+
+    def _refuse_disorder(self) -> None:
+        """Refuse ordered effects at several levels, which run apart from one another."""
+        ordered = [e for e in self.level if _holds_ordered(e)]
+        if len({self.level[e] for e in ordered}) < 2:
+            return
+        lines = [e.where.line or "an unknown line" for e in ordered]
+        refuse(
+            "cannot cut backward in parts",
+            f"ordered=True at {lines[0]}",
+            f"another at {lines[-1]}, which another part of backward reaches",
+            "effects in one part",
+            "leave ordered out, or take a schedule that runs backward as one",
+        )
 
     def _append(self, equation: Equation, level: int | None, roots: tuple | None = None) -> None:
         self._order.append(equation)

@@ -346,6 +346,18 @@ class Equation:
         """Its outputs without the missing ones."""
         return [value for value in self.outputs if value is not None]
 
+    @cached_property
+    def acts(self) -> bool:
+        """Whether it, or an equation inside, is there for its side effect: has no results."""
+        if isinstance(self.op, ControlFlow):
+            return any(e.acts for block in self.op.blocks for e in block.equations)
+        return not self.outputs
+
+    @property
+    def ordered(self) -> bool:
+        """Whether it is an effect that keeps the order of such (`functron.program.callbacks`)."""
+        return not self.outputs and bool(self.kwargs.get("ordered"))
+
     @property
     def aliases(self) -> bool:
         """Whether it only gives views of operands, and moves no bytes."""

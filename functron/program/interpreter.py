@@ -14,11 +14,12 @@ meshes.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -27,8 +28,8 @@ from functron.core import compat, tree
 from functron.core.closure import refuse_orphans, refuse_tracked
 from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.core.scopes import in_phase, named_scope
-from functron.program import debug
+from functron.core.scopes import in_phase, named_scope, set_during
+from functron.program.callbacks import EFFECTS, effect_masks, repeat_effect, run_effect
 from functron.program.equations import (
     Block,
     Code,
@@ -73,6 +74,38 @@ def ambient_inputs(inputs: Iterable[Input]) -> dict[Var, torch.Tensor]:
             assert given.value is not None
             found[given.var] = given.value
     return found
+
+
+class NumberWatch(Protocol):
+    """Looks at the numbers of every equation of a program that runs.
+
+    Attributes:
+        rows: the scans around an equation, outermost first, each with the row that is computed.
+    """
+
+    rows: list[tuple[str, int]]
+
+    def see(self, equation: Equation, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        """Look at one equation that is no scan: tensors, or `RankValues` of ranks in lockstep."""
+
+
+_watch: contextvars.ContextVar[NumberWatch | None] = contextvars.ContextVar(
+    "functron_number_watch", default=None
+)
+
+watching_numbers = functools.partial(set_during, _watch)
+"""``watching_numbers(watch)``: a with block in which `watch` sees the numbers of programs."""
+
+
+@contextlib.contextmanager
+def _in_row(name: str, index: int) -> Iterator[None]:
+    """Tell who watches that a with block is an iteration of a scan."""
+    watch = _watch.get()
+    if watch is not None:
+        watch.rows.append((name, index))
+    yield
+    if watch is not None:
+        watch.rows.pop()
 
 
 def run_block(
@@ -197,6 +230,7 @@ def _run(
     sliced: AbstractSet[Var] = frozenset(),
     donated: Mapping[Var, Var] = MappingProxyType({}),
 ) -> list:
+    watch = _watch.get()
     for value in dead[-1]:
         values.pop(value, None)
     for equation, last in zip(block.equations, dead, strict=False):
@@ -210,6 +244,10 @@ def _run(
                 results = _run_flow(equation, [values[v] for v in equation.args], mesh)
             else:
                 results = _run_equation(equation, values, mesh)
+                if watch is not None:
+                    rows = zip(equation.outputs, results, strict=True)
+                    read = [x for value, x in rows if value is not None and value not in last]
+                    watch.see(equation, [values[value] for value in equation.operands], read)
         for value in last:
             values.pop(value, None)
         for value, result in zip(equation.outputs, results, strict=True):
@@ -250,6 +288,9 @@ def _run_equation(equation: Equation, values: dict[Var, Any], mesh: Mesh | None)
     run: Callable = op if own else _find_call(equation)
     if own and equation.outputs:
         run = functools.partial(_run_own, equation)
+    elif mesh is not None and own and equation.name in EFFECTS:
+        run = run_effect(equation)
+        kwargs["where"] = [*kwargs.get("where", ()), *effect_masks()]
     elif own and mesh is None:  # in lockstep its operands say which rank it is of
         run = functools.partial(_run_effect, equation)
     results = _map_ranks(mesh, run, args, kwargs)
@@ -340,7 +381,8 @@ def _run_scan(
         inner = dict(zip(op.body.inputs, given, strict=True))
         given.clear()
         carry = []
-        out = _run(op.body, dead, inner, mesh)
+        with _in_row(op.name, index):
+            out = _run(op.body, dead, inner, mesh)
         carry = out[: op.num_carry]
         for stack, row in zip(stacks, out[op.num_carry :], strict=True):
             for rank, own in zip(ranks, stack, strict=True):
@@ -564,29 +606,16 @@ def _run_own(equation: Equation, *args: Any, **kwargs: Any) -> Any:
     return primitive.call(x, found[0], **options)
 
 
-def _run_effect(equation: Equation, *args: Any) -> None:
+def _run_effect(equation: Equation, *args: Any, **kwargs: Any) -> None:
     """An operation without results: of simulated ranks, on the plain value of them all."""
-    if equation.name == "debug_print":
-        text, values, *_, dims = args
-        _print_elements(text, values, dims)
+    if equation.name in EFFECTS:
+        repeat_effect(equation, *args, **kwargs)
         return
     op: Any = equation.op
     plain = pytree.tree_map_only(torch.Tensor, compat.plain, args)
     with compat.no_transforms():
         recorder = active()
         op(*plain) if recorder is None else recorder.effect(op, *plain)
-
-
-def _print_elements(text: str, values: Sequence[Any], dims: Sequence[str]) -> None:
-    """Print on every rank that there is here, each element of the user's own vmaps by itself."""
-
-    def show(*rows):
-        debug.print(text, *rows)
-        return rows
-
-    for _ in dims:
-        show = torch.func.vmap(show)
-    show(*values)
 
 
 _OTHERS: Mapping[str, Callable[..., torch.Tensor]] = {

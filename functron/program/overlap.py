@@ -275,9 +275,9 @@ def _find_early(
 
 def _find_rounds(equations: Sequence[Equation], carries: Collection[Var]) -> _Rounds:
     """Sums over ranks that lead to no carry, by how many of them come before, and what follows."""
-    barred = set(carries)  # what leads to a carry
+    barred = set(carries)  # what leads to a carry, or to an effect that must not come later
     for equation in reversed(equations):
-        if not barred.isdisjoint(equation.results):
+        if not barred.isdisjoint(equation.results) or equation.ordered:
             barred.update(equation.operands)
     rounds: _Rounds = []
     number: dict[Var, int] = {}  # of the round that a value comes from, from 1

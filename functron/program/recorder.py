@@ -339,10 +339,10 @@ class Recorder(TorchDispatchMode):
         self._append(Equation(op, tuple(operands), {}, outputs, self._where()))
         return tensors
 
-    def effect(self, op: Any, *args: Any) -> None:
+    def effect(self, op: Any, *args: Any, **options: Any) -> None:
         """Append an equation without results, which is kept for its side effect."""
-        operands = pytree.tree_map_only(torch.Tensor, self.var, args)
-        self._append(Equation(op, operands, {}, (), self._where()))
+        args, options = pytree.tree_map_only(torch.Tensor, self.var, (args, options))
+        self._append(Equation(op, args, options, (), self._where()))
 
     def var(self, tensor: torch.Tensor) -> Var:
         """The value that a tensor stands for in the current frame.
@@ -837,9 +837,9 @@ def live_equations(equations: Sequence[Equation], outputs: Sequence[Any]) -> lis
     needed = {value for value in outputs if isinstance(value, Var)}
     kept = []
     for equation in reversed(equations):
-        effect = not equation.outputs or equation.op in _REQUIREMENTS
-        if isinstance(equation.op, Switch | While):  # whose blocks may say or check something
-            effect = any(live_equations(block.equations, ()) for block in equation.op.blocks)
+        effect = equation.acts or equation.op in _REQUIREMENTS
+        if isinstance(equation.op, Switch | While):  # whose blocks may require something
+            effect = effect or any(live_equations(b.equations, ()) for b in equation.op.blocks)
         if effect or any(value in needed for value in equation.results):
             kept.append(equation)
             needed.update(equation.operands)

@@ -168,7 +168,9 @@ def value_text(value: Any) -> str:
         return dtype_text(value)
     if isinstance(value, (torch.layout, torch.memory_format, torch.device)):
         return str(value).removeprefix("torch.")
-    if value is None or isinstance(value, (Var, P)) or type(value) in (bool, int, float, str):
+    if isinstance(value, str):  # also a function's name, which has the function
+        return repr(str(value))
+    if value is None or isinstance(value, (Var, P)) or type(value) in (bool, int, float):
         return repr(value)
     if isinstance(value, Opaque):
         return f"opaque({value.text!r})"

@@ -22,7 +22,7 @@ from functron.pipeline.registry import NAMES
 from functron.pipeline.schedule import Schedule
 from functron.pipeline.stage_backward import Stage, StageCall, trace_stage
 from functron.pipeline.timeline import Costs, Timeline
-from functron.program.debug import show
+from functron.program.displays import show
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd.params import ParamDef, abstract_params, param_specs
 from functron.spmd.spec import local_shape

@@ -23,7 +23,7 @@ from functron.core.scopes import named_scope
 from functron.core.tables import Table, shows_table
 from functron.ops import AUTO, Kernels
 from functron.optim.transformation import purely, refuse_parts
-from functron.program.debug import tree_table
+from functron.program.displays import tree_table
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd.axes import AxisNames, section
 from functron.spmd.mesh import JointCall

@@ -150,7 +150,7 @@ def test_a_donated_argument_that_no_result_takes_is_copied(recorded):
 def on_cuda(fn, *args):
     """The program of a GPU, which this machine may not have."""
     text = str(ft.trace(fn)(*args))
-    text = re.sub(r"(f32\[[\d,]*\]|i64\[[\d,]*\])", r"\1@cuda:0", text)
+    text = re.sub(r"(f32\[[\d,]*\]|bool\[[\d,]*\]|i64\[[\d,]*\])", r"\1@cuda:0", text)
     return parse(text.replace("device=cpu", "device=cuda:0"))
 
 
@@ -170,10 +170,13 @@ def test_programs_that_wait_for_the_host_are_refused():
 
     def prints(x):
         ft.debug.print("{}", x.sum())
+        ft.debug.callback(print, x)
+        ft.debug.check(x > 0, "got {}", x)
         return x * 2
 
     refused(ft.trace(lambda x: x * 2)(x), "argument 0", "cpu", "CUDA GPU")
-    refused(on_cuda(prints, x), "debug_print at", "the host reads", "test_graph.py")
+    effects = ("debug_print at", "debug_callback at", "debug_check at")
+    refused(on_cuda(prints, x), *effects, "the host reads", "test_graph.py")
     refused(on_cuda(grouped, x, torch.ones(2, 8, 8), sizes), "grouped_matmul at", "bfloat16")
     assert not list(executable.graph_problems(on_cuda(lambda x: x * 2, x)))
 

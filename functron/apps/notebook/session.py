@@ -61,6 +61,7 @@ from functron.compiler.jit import Jitted, jit
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.models.generation import generate
+from functron.program.faults import check_key_reuse, nans
 from functron.program.trace import eval_shape, trace
 from functron.spmd import DATA_AXES, Mesh, P, gather, shard
 from functron.spmd import spec as sharding
@@ -138,7 +139,11 @@ class RemoteFunction:
 
     def __functron_call__(self, fn: Callable, args: tuple, kwargs: dict) -> Any:
         """The result of a function of the library for this one: compiled, traced, or refused."""
-        if fn in (trace, eval_shape) and self.twin is not None:
+        if fn is nans and self.twin is not None:
+            made = RemoteFunction(self.ranks, fn, args, kwargs, twin=self.twin)
+            made.donate = set()
+            return made
+        if fn in (trace, eval_shape, check_key_reuse) and self.twin is not None:
             made = fn(*_local(args), **_local_dict(kwargs))
             return lambda *given, **rest: made(*abstract(given), **abstract(rest))
         if fn in _MAPPING:

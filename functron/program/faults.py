@@ -1,0 +1,717 @@
+"""Faults: the first number that is not finite, keys that are used twice, wrong derivatives.
+
+`nans` runs a traced program equation by equation; `check_key_reuse` looks at one without running
+it; `check_grads` compares derivatives with finite differences. All take per-rank programs on any
+mesh.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from functron.core import compat, tree
+from functron.core.errors import Problem, public, raise_problems
+from functron.core.random import watching_keys
+from functron.core.scopes import phase
+from functron.program.callbacks import effect_masks
+from functron.program.equations import Block, Equation, Input, Var, Where
+from functron.program.interpreter import (
+    RankValues,
+    ambient_inputs,
+    run_block,
+    run_in_lockstep,
+    watching_numbers,
+)
+from functron.program.recorder import active
+from functron.program.text import dtype_text, word
+from functron.program.trace import Program, trace
+from functron.spmd.axes import bind
+from functron.spmd.mesh import BoundMesh, JointCall, Mesh
+from functron.spmd.shard_map import MappedFunction, bound_axes, shard_map
+from functron.spmd.spec import P
+
+# --- numbers that are not finite
+
+
+@public
+def nans(f: Callable, *, infs: bool = True) -> Callable:
+    """The function `f`, run equation by equation to find the first number that is not finite.
+
+    It is traced, on any mesh, with the backward pass that it has in it, and run by the interpreter:
+    on all ranks of a simulated mesh in lockstep, or on the processes of a bound one. Where all
+    numbers are finite it returns what `f` does; else the error names the equation that made the
+    first NaN or infinity, its line, named scopes and phase, the row of each scan around it, the
+    ranks, and the ranges of its operands; or the argument that came with one.
+
+    >>> try:
+    ...     ft.debug.nans(lambda x: torch.sqrt(x - 1).sum())(torch.tensor([2.0, 0.5]))
+    ... except ValueError as error:
+    ...     print("\\n".join(line.split(" at ")[0] for line in str(error).splitlines()))
+    nans: sqrt (forward) makes the first number that is not finite
+      result %sqrt f32[2]: 1 NaN of 2, others from 1 to 1
+      operand %sub f32[2]: from -0.5 to 1
+
+    Infinities on purpose are none: those of arguments, and of numbers such as the -inf that masks
+    scores. The error lists them where a NaN follows. It is slow, for a step that went wrong; take
+    the function before `jit`, and from `shard_map`, so that it knows the ranks.
+
+    Args:
+        f: a function of positional trees of tensors, as `trace` takes it.
+        infs: also end at an infinity that is computed from finite numbers, such as an overflow.
+
+    Raises:
+        ValueError: (when called) there is such a number; or `f` cannot be traced.
+    """
+    name = getattr(f, "__name__", type(f).__name__)
+
+    @public
+    def searched(*args: tree.Tree) -> tree.Tree:
+        program, mesh = _trace_ranks(f, args), getattr(f, "mesh", None)
+        bound = mesh if isinstance(mesh, BoundMesh) else None
+        search = _Search(program, infs, raises=bound is None)
+        leaves = program.flatten(args)
+        search.read_inputs(program.inputs, leaves)
+        if bound is None:
+            with watching_numbers(search):
+                out = run_in_lockstep(program, *args)
+            search.read_outputs(program, tree.leaves(out))
+            return out
+        return _run_bound(name, program, bound, leaves, search)
+
+    return searched
+
+
+def _trace_ranks(f: Callable, args: tuple) -> Program:
+    """The program of one rank; of a function that nothing maps, of this process."""
+    return trace(f)(*args) if isinstance(f, MappedFunction) else trace(f, simulate=True)(*args)
+
+
+def _run_bound(
+    name: str,
+    program: Program,
+    mesh: BoundMesh,
+    leaves: Mapping[Var, torch.Tensor],
+    search: _Search,
+) -> tree.Tree:
+    """The results on this process; all of them run to the end, and then raise the same error."""
+    axes, absent = bound_axes(mesh)
+    with JointCall(f"nans of {name}", mesh, alike=None):
+        with bind(axes, absent=absent), watching_numbers(search):
+            values = {**leaves, **ambient_inputs(program.inputs)}
+            results = run_block(program.block, values)
+        made = [r if isinstance(o.value, Var) else o.value
+                for r, o in zip(results, program.outputs, strict=True)]  # fmt: skip
+        search.read_outputs(program, made)
+        everywhere: Any = [(mesh.coordinate, search.found)]
+        for axis in axes:
+            parts: list = [None] * axis.size
+            dist.all_gather_object(parts, everywhere, compat.group(axis.group))
+            everywhere = [row for part in parts for row in part]
+        found = [(at, one) for at, one in everywhere if one is not None]
+        if found:
+            first = min(one.step for _, one in found)
+            rows = [(at, one) for at, one in found if one.step == first]
+            raise ValueError(rows[0][1].tell([at for at, _ in rows], mesh.size))
+    return tree.unflatten(program.out_structure, made)
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """The first number that is not finite: after how many equations, and what is said of it."""
+
+    step: int
+    head: str
+    lines: tuple[str, ...]
+
+    def tell(self, places: Sequence[Mapping[str, int]], num_ranks: int) -> str:
+        """The message, with the ranks."""
+        shown = [",".join(f"{k}={v}" for k, v in at.items()) for at in places]
+        named = f"ranks {'; '.join(shown[:_FEW])}" if len(shown) > 1 else f"rank {shown[0]}"
+        named += f" and {len(shown) - _FEW} more" if len(shown) > _FEW else ""
+        where = "all ranks" if len(shown) == num_ranks else named
+        return "\n  ".join([self.head + (f", on {where}" if num_ranks > 1 else ""), *self.lines])
+
+
+_FEW = 4
+
+
+class _Search:
+    """Looks for the first number that is not finite, in a program that runs.
+
+    Args:
+        infs: whether an infinity is one.
+        raises: raise when it is found; or keep it in `found`.
+    """
+
+    def __init__(self, program: Program, infs: bool, *, raises: bool):
+        self.mesh, self.infs, self.raises = program.mesh, infs, raises
+        self.rows: list[tuple[str, int]] = []
+        self.found: _Finding | None = None
+        self._sources: dict[str, None] = {}  # of infinities on purpose
+        self._step = 0
+
+    def read_inputs(self, inputs: Sequence[Input], leaves: Mapping[Var, torch.Tensor]) -> None:
+        """Look at the arguments and constants."""
+        for given in inputs:
+            value = leaves.get(given.var, given.value)
+            if value is None or not (bad := _count_bad(value)):
+                continue
+            name = f"argument {given.path}" if given.role == "argument" else "a constant"
+            if bad.nans:
+                head = f"nans: {name} comes with numbers that are not finite"
+                self._tell(head, [f"{given.var!r} {_describe(value)}"], [{}], 1)
+            else:
+                self._sources[f"{name}, {_describe(value)}"] = None
+
+    def see(self, equation: Equation, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        """Look at the results of an equation that others read."""
+        self._step += 1
+        if equation.name.startswith(_UNWRITTEN):
+            for value in results:
+                for x in _ranks_of(value):
+                    x.zero_()  # whatever was in that memory says nothing
+            return
+        if self.found is not None:
+            return
+        columns = [[_count_bad(x) for x in _ranks_of(value)] for value in results]
+        bad = [any(row) and _takes_part(k) for k, row in enumerate(zip(*columns, strict=True))]
+        if not any(bad):
+            return
+        ranks = [rank for rank, is_bad in enumerate(bad) if is_bad]
+        if not any(found and found.nans for column in columns for found in column):
+            infinite = any(_count_bad(x) for value in operands for x in _ranks_of(value))
+            if not infinite and _has_infinity((equation.args, tuple(equation.kwargs.values()))):
+                self._sources[f"{equation.name} at {_line_of(equation.where)}"] = None
+                return
+            if infinite or not self.infs:
+                return
+        self._report(equation, operands, results, columns, ranks)
+
+    def _report(self, equation, operands, results, columns, ranks: list[int]) -> None:
+        first, where = ranks[0], equation.where
+        scopes = f", in {'/'.join(where.scopes)}" if where.scopes else ""
+        rows = "".join(f", row {index} of scan {word(name)}" for name, index in self.rows)
+        what = f"{equation.name} ({where.phase}{scopes}{rows})"
+        head = f"nans: {what} makes the first number that is not finite at {_line_of(where)}"
+        names = [v for v in equation.outputs if v is not None]
+        lines = [
+            f"result {names[k]!r} {_describe(_ranks_of(value)[first])}"
+            for k, value in enumerate(results)
+            if columns[k][first]
+        ]
+        seen = dict(zip(equation.operands, operands, strict=True))
+        lines += [f"operand {v!r} {_describe(_ranks_of(x)[first])}" for v, x in seen.items()]
+        if any(_count_bad(_ranks_of(x)[first]) for x in seen.values()) and self._sources:
+            lines.append(f"infinities before it: {'; '.join([*self._sources][:_FEW])}")
+        places = [self.mesh.coordinate(rank) for rank in ranks]
+        self._tell(head, lines, places, self.mesh.size)
+
+    def read_outputs(self, program: Program, leaves: Sequence[Any]) -> None:
+        """Look whether infinities of arguments have come through."""
+        given = [name for name in self._sources if name.startswith("argument")]
+        if self.found is not None or not given or not self.infs:
+            return
+        for output, value in zip(program.outputs, leaves, strict=True):
+            if isinstance(value, torch.Tensor) and _count_bad(value):
+                path = output.path or "0"
+                head = f"nans: output {path} has infinities that came with arguments"
+                lines = [_describe(value), f"infinities before it: {'; '.join(given[:_FEW])}"]
+                self._tell(head, lines, [{}], 1)
+                return
+
+    def _tell(self, head: str, lines: list[str], places: list, num_ranks: int) -> None:
+        self.found = self.found or _Finding(self._step, head, tuple(lines))
+        if self.raises:
+            raise ValueError(self.found.tell(places, num_ranks))
+
+
+def _takes_part(rank: int) -> bool:
+    """Whether a rank wants what runs here, or only runs it as others do (`effects_where`)."""
+    return all(bool(m[rank] if isinstance(m, RankValues) else m) for m in effect_masks())
+
+
+_UNWRITTEN = ("empty", "new_empty")
+
+
+def _ranks_of(value: Any) -> Sequence[torch.Tensor]:
+    return value if isinstance(value, RankValues) else [value]
+
+
+@dataclass(frozen=True)
+class _Bad:
+    """How many numbers of a tensor are not finite."""
+
+    nans: int
+    infs: int
+
+
+def _count_bad(value: Any) -> _Bad | None:
+    """None where all are finite."""
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return None
+    value = value.float() if value.dtype.itemsize == 1 else value
+    if bool(value.isfinite().all()):
+        return None
+    return _Bad(int(value.isnan().sum()), int(value.isinf().sum()))
+
+
+def _has_infinity(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_infinity, value))
+    return isinstance(value, float) and value in (math.inf, -math.inf)
+
+
+def _describe(value: torch.Tensor) -> str:
+    """``f32[2]: 1 NaN of 2, others from 0 to 1``."""
+    shape = ",".join(map(str, value.shape))
+    head = f"{dtype_text(value.dtype)}[{shape}]"
+    if value.numel() == 0 or value.dtype == torch.bool:
+        return head
+    value = value.abs() if value.is_complex() else value
+    wide = value.double() if value.is_floating_point() else value
+    finite, bad = wide[wide.isfinite()], _count_bad(value)
+    counts = [(bad.nans, "NaN"), (bad.infs, "inf")] if bad else []
+    parts = [f"{count} {name}" for count, name in counts if count]
+    text = f"{' and '.join(parts)} of {value.numel()}" if parts else ""
+    if finite.numel():
+        low, high = finite.min().item(), finite.max().item()
+        text += f"{', others ' if parts else ''}from {low:.6g} to {high:.6g}"
+    return f"{head}: {text}"
+
+
+def _line_of(where: Where) -> str:
+    return where.line or "an unknown line"
+
+
+# --- keys
+
+
+@public
+def check_key_reuse(f: Callable) -> Callable[..., None]:
+    """The function that, called with the arguments of `f`, checks that no key is used twice in it.
+
+    As `jax.experimental.key_reuse`. A key gives the same numbers each time, so two draws with one
+    key are the same or correlated, as are a draw and what follows from `split` of its key. Found
+    are also a key that every iteration of a scan draws with, keys that are made alike (``key(0)``
+    or ``fold_in(key, 0)`` twice), and a row of keys that are used as a whole. `f` is traced, and
+    nothing computed: arguments may be abstract. Parts of one array (``index=``) may be drawn one by
+    one, and a key may be split alike again, if its parts are not used again.
+
+    >>> def f(key):
+    ...     return ft.random.normal(key, (2,)) + ft.random.uniform(key, (2,))
+    >>> try:
+    ...     ft.debug.check_key_reuse(f)(ft.random.key(0))
+    ... except ValueError as error:
+    ...     print(str(error).splitlines()[0])
+    f uses random keys more than once
+
+    Ranks of a mesh, and elements of a `torch.func.vmap`, may share a key.
+
+    Args:
+        f: a function of positional trees of tensors, as `trace` takes it.
+
+    Raises:
+        ValueError: (when called) a key is used twice, with both lines; all are listed.
+    """
+    name = getattr(f, "__name__", type(f).__name__)
+
+    @public
+    def checked(*args: tree.Tree) -> None:
+        with watching_keys(_record_use):
+            program = _trace_ranks(f, args)
+        uses = _KeyUses()
+        uses.read(program)
+        fix = "first, second = ft.random.split(key), or fold_in(key, i) for each i"
+        raise_problems(
+            f"{name} uses random keys more than once",
+            [
+                Problem(f"the key of {where}", got, "one use of every key", fix)
+                for where, got in dict(uses.problems()).items()
+            ],
+        )
+
+    return checked
+
+
+_LIBRARY = torch.library.Library("functron", "FRAGMENT")
+_LIBRARY.define("use_key(Tensor key, Tensor[] index, str sampler, int[] shape) -> ()")
+_LIBRARY.impl("use_key", lambda *args: None, "CompositeExplicitAutograd")
+_LIBRARY.impl("use_key", lambda *args: None, "Meta")
+
+
+def _record_use(sampler: str, key: torch.Tensor, shape: Sequence[int], index: Any) -> None:
+    recorder = active()
+    if recorder is None or phase() != "forward":  # backward repeats draws of forward
+        return
+    places = [at for at in index or () if at is not None]
+    with compat.no_transforms():
+        plain = [compat.plain(value) for value in (key, *places)]
+        op = torch.ops.functron.use_key.default
+        recorder.effect(op, plain[0], plain[1:], sampler, [*shape])
+
+
+@dataclass(frozen=True, eq=False)
+class _Loop:
+    """A loop of several iterations, of `length` if that is known."""
+
+    name: str
+    length: int | None
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """One of the branches of an equation, of which one runs."""
+
+    switch: Equation
+    number: int
+
+
+_Around = tuple[_Loop | _Branch, ...]
+"""The loops and branches around an equation, outermost first."""
+
+
+@dataclass(frozen=True)
+class _KeyUse:
+    """A use of a key.
+
+    Attributes:
+        key: its number, and those of the values that it is a part of.
+        how: the sampler and the shape; positions, by number.
+        moving: the loops in whose iterations it differs.
+        around: it.
+    """
+
+    key: tuple[int, ...]
+    how: tuple[str, tuple[int, ...]]
+    places: tuple[int, ...]
+    moving: frozenset[_Loop]
+    around: _Around
+    where: Where
+
+    def excludes(self, other: _KeyUse) -> bool:
+        """Whether they are in two branches of which one runs."""
+        here = {each.switch: each.number for each in self.around if isinstance(each, _Branch)}
+        there = (each for each in other.around if isinstance(each, _Branch))
+        return any(here.get(each.switch, each.number) != each.number for each in there)
+
+    @property
+    def text(self) -> str:
+        """``normal at file.py:3``."""
+        scopes = f" in {'/'.join(self.where.scopes)}" if self.where.scopes else ""
+        return f"{self.how[0]} at {_line_of(self.where)}{scopes}"
+
+
+class _KeyUses:
+    """Finds the uses of keys in a program; numbers its values, alike for what is made alike."""
+
+    def __init__(self):
+        self.uses: list[_KeyUse] = []
+        self._numbers: dict[Any, int] = {}
+        self._moving: dict[int, frozenset[_Loop]] = {}
+        self._whole: dict[int, int] = {}  # by part, the value that it is a part of
+
+    def read(self, program: Program) -> None:
+        """Find the uses of a program."""
+        environment = {given.var: self._read_input(given) for given in program.inputs}
+        self._read_block(program.block, environment, (), keep=True)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Each place where a key is used again, and how."""
+        for use in self.uses:
+            for loop in use.around if use.how[0] != "split" else ():
+                if isinstance(loop, _Loop) and loop not in use.moving:
+                    each = f"each of the {loop.length} iterations of scan"
+                    each = "each iteration of loop" if loop.length is None else each
+                    yield use.text, f"used in {each} {word(loop.name)}"
+        for one, two in itertools.combinations(self.uses, 2):
+            again = one.key[0] in two.key or two.key[0] in one.key
+            # the same keys are made by the same split: those who draw with them tell
+            apart = one.places != two.places or one.how[0] == "split"
+            if again and not (one.how == two.how and apart) and not one.excludes(two):
+                yield two.text, f"used before, by {one.text}"
+
+    def _number(
+        self, made: Any, moving: frozenset[_Loop] = frozenset(), whole: int | None = None
+    ) -> int:
+        number = self._numbers.setdefault(made, len(self._numbers))
+        self._moving.setdefault(number, moving)
+        if whole is not None:
+            self._whole.setdefault(number, whole)
+        return number
+
+    def _read_input(self, given: Input) -> int:
+        value = given.value
+        if value is not None and value.numel() <= 16 and not isinstance(value, FakeTensor):
+            return self._number(("constant", value.dtype, (*value.shape,), str(value.tolist())))
+        return self._number(given.var)
+
+    def _read_block(
+        self, block: Block, numbers: dict[Var, int], around: _Around, *, keep: bool
+    ) -> list[Any]:
+        """The numbers of a block's outputs; `numbers` has those of its inputs."""
+        for equation in block.equations:
+            if equation.name == "switch":
+                self._read_switch(equation, numbers, around, keep)
+            elif hasattr(equation.op, "body"):
+                self._read_loop(equation, numbers, around, keep)
+            elif equation.name == "use_key":
+                if keep:
+                    self.uses.append(self._read_use(equation, numbers, around))
+            else:
+                self._read_equation(equation, numbers)
+        return [numbers[v] if isinstance(v, Var) else ("value", repr(v)) for v in block.outputs]
+
+    def _read_use(self, equation: Equation, numbers, around: _Around) -> _KeyUse:
+        key, index, sampler, shape = equation.args
+        chain, places = [numbers[key]], tuple(numbers[at] for at in index)
+        while chain[-1] in self._whole:
+            chain.append(self._whole[chain[-1]])
+        moving = frozenset().union(*(self._moving[x] for x in (chain[0], *places)))
+        how = sampler, tuple(shape)
+        return _KeyUse(tuple(chain), how, places, moving, around, equation.where)
+
+    def _read_equation(self, equation: Equation, numbers: dict[Var, int]) -> None:
+        given = list(dict.fromkeys(numbers[v] for v in equation.operands))
+        moving = frozenset().union(*(self._moving[x] for x in given))
+        results = equation.results
+        if equation.name in _SAME and len(results) == 1 and given:
+            operand = equation.operands[0]
+            if (results[0].shape, results[0].dtype) == (operand.shape, operand.dtype):
+                numbers[results[0]] = numbers[operand]
+                return
+        made = (str(equation.op), _freeze(equation.args, numbers),
+                _freeze(sorted(equation.kwargs.items()), numbers))  # fmt: skip
+        part = equation.name in ("select", "slice", "unbind")
+        for position, value in enumerate(equation.outputs):
+            if value is None:
+                continue
+            name = (*made, position)
+            if equation.name in ("select", "unbind"):
+                name = _name_row(equation, position, given[0])
+            numbers[value] = self._number(name, moving, given[0] if part else None)
+
+    def _read_switch(self, equation: Equation, numbers, around: _Around, keep: bool) -> None:
+        """Branches, of which one runs: their uses do not meet."""
+        given = [numbers[v] for v in equation.args]
+        op: Any = equation.op
+        for index, block in enumerate(op.blocks):
+            inner = dict(zip(block.inputs, given[1:], strict=True))
+            self._read_block(block, inner, (*around, _Branch(equation, index)), keep=keep)
+        self._number_results(equation, numbers, equation, {})
+
+    def _read_loop(self, equation: Equation, numbers, around: _Around, keep: bool) -> None:
+        op: Any = equation.op
+        given = [numbers[v] for v in equation.args]
+        length = getattr(op, "length", None)  # not known of one that runs while something holds
+        num_carry = getattr(op, "num_carry", len(given) - op.num_consts)
+        loop = _Loop(op.name, length)
+        inside = around if length == 1 else (*around, loop)
+        turns = frozenset() if length == 1 else frozenset([loop])
+        stays = [True] * num_carry  # carries that the body returns as they are
+
+        def enter() -> list[int]:
+            found = []
+            for position, (outer, operand) in enumerate(zip(given, equation.args, strict=True)):
+                carry, moving = position - op.num_consts, self._moving[outer]
+                if carry < 0 or (carry < num_carry and stays[carry]):
+                    found.append(outer)
+                elif carry < num_carry:
+                    found.append(self._number((loop, "carry", carry), moving | turns))
+                else:
+                    same = operand.stride[0] == 0  # the same row again and again
+                    moving = moving if same else moving | turns
+                    found.append(self._number((loop, "x", outer), moving, outer))
+            return found
+
+        while True:
+            entered = enter()
+            inner = dict(zip(op.body.inputs, entered, strict=True))
+            outputs = self._read_block(op.body, dict(inner), inside, keep=False)
+            carries = entered[op.num_consts :][:num_carry]
+            still = [s and a == b for s, a, b in zip(stays, carries, outputs, strict=False)]
+            if still == stays:
+                break
+            stays = still
+        for block in getattr(op, "blocks", (op.body,)):
+            inner = dict(zip(block.inputs, entered, strict=True))
+            self._read_block(block, inner, inside, keep=keep)
+        kept = {i: carry for i, carry in enumerate(carries) if stays[i]}
+        self._number_results(equation, numbers, loop, kept)
+
+    def _number_results(
+        self, equation: Equation, numbers, of: Any, known: Mapping[int, int]
+    ) -> None:
+        moving = frozenset().union(*(self._moving[numbers[v]] for v in equation.args))
+        for position, value in enumerate(equation.outputs):
+            if value is not None:
+                made = self._number((of, "result", position), moving)
+                numbers[value] = known.get(position, made)
+
+
+_SAME = frozenset(
+    {
+        "alias", "detach", "clone", "lift_fresh", "lift_fresh_copy", "_to_copy", "view", "reshape",
+        "expand", "contiguous", "barrier", "vary", "assume_replicated", "require_replicated",
+        "assume_share", "require_share",
+    }
+)  # fmt: skip
+"""Operations that return the numbers of their first operand, where the shape stays."""
+
+
+def _freeze(value: Any, numbers: Mapping[Var, int]) -> Any:
+    """A hashable description of an argument."""
+    if isinstance(value, Var):
+        return ("%", numbers[value])
+    if isinstance(value, list | tuple):
+        return tuple(_freeze(item, numbers) for item in value)
+    return type(value).__name__, repr(value)
+
+
+def _name_row(equation: Equation, position: int, whole: int) -> tuple:
+    """The name of one row of a value, however it is taken."""
+    x, *rest = equation.args
+    dim = (rest[0] if rest else equation.kwargs.get("dim", 0)) % len(x.shape)
+    index = rest[1] % x.shape[dim] if equation.name == "select" else position
+    return ("row", whole, dim, index)
+
+
+# --- derivatives
+
+
+_RULE = (
+    "look for a backward rule (custom_vjp, autograd.Function) that forgot a collective: ranks sum "
+    "what they return over the ranks that used a value, so psum transposes to psum, all_gather to "
+    "psum_scatter, and ppermute to its inverse; or for a stop_gradient"
+)
+
+
+def check_grads(
+    f: Callable,
+    mesh: Mesh | BoundMesh,
+    *args: Any,
+    in_specs: tree.Tree = None,
+    order: int = 1,
+    modes: Sequence[str] = ("rev",),
+    eps: float = 1e-5,
+    rtol: float = 1e-5,
+    atol: float = 1e-7,
+    seed: int = 0,
+) -> None:
+    """Check the derivatives of a per-rank program against finite differences, on all ranks.
+
+    For every floating-point argument x_i, a random direction v and random cotangents u of what each
+    rank returns, it compares ``<u, df/dx_i v>`` with ``<u, f(x_i + eps v) - f(x_i - eps v)> / 2
+    eps``, in float64 on the simulated mesh, as `jax.test_util.check_grads` does for one device. So
+    it finds wrong transposes of what ranks exchange, such as a `custom_vjp` whose backward lacks a
+    psum, which single-device checks cannot.
+
+    Args:
+        f: of this rank's shards, as `shard_map` takes it, or what `shard_map` returned. Its
+            results may vary over any axes.
+        mesh: the ranks; simulated here also where it is bound.
+        args: global values, of which those that are no floats stay fixed.
+        in_specs: how they are split, as for `shard_map`. None: those of `f`, or not at all.
+        order: 2 checks the derivative of the gradient too, and so on.
+        modes: "rev" (vjp) and "fwd" (jvp), which functions with a `custom_vjp` lack.
+        eps: the length of a step.
+        rtol: tolerated, in multiples of the lengths of u and of the difference quotient.
+
+    Raises:
+        ValueError: derivatives differ, by argument with both numbers; an order below 1 or an
+            unknown mode; nothing to differentiate.
+    """
+    problems = [Problem("order", repr(order), "at least 1")] if order < 1 else []
+    problems += [Problem("modes", repr(m), '"rev" or "fwd"') for m in modes if m not in _MODES]
+    leaves, structure = tree.flatten(args)
+    moving = [i for i, leaf in enumerate(leaves) if tree.is_float(leaf)]
+    if not moving:
+        got = "no floating-point tensor"
+        problems.append(Problem("args", got, "something to differentiate by"))
+    raise_problems("check_grads", problems)
+    if isinstance(f, MappedFunction):
+        f, in_specs = f.f, f.in_specs if in_specs is None else in_specs
+    whole = mesh.mesh
+
+    def rows(*local: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(leaf.unsqueeze(0) for leaf in tree.leaves(f(*local)) if tree.is_float(leaf))
+
+    ranks = P(tuple(name for name, size in whole.axes if size > 1))
+    mapped = shard_map(rows, whole, P() if in_specs is None else in_specs, ranks, check=False)
+
+    def function(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        full = list(leaves)
+        for i, value in zip(moving, values, strict=True):
+            full[i] = value
+        return mapped(*tree.unflatten(structure, full))
+
+    paths = tree.paths(args)
+    generator = torch.Generator().manual_seed(seed)
+    values = tuple(leaves[i].detach().to(torch.float64) for i in moving)
+    for degree in range(1, order + 1):
+        u = _directions(function(*values), generator)
+        names = [f"{'gradient of ' * (degree - 1)}argument {paths[i]}" for i in moving]
+        found = [
+            _compare_derivatives(function, values, i, u, mode, (eps, rtol, atol, generator))
+            for mode in modes
+            for i in range(len(values))
+        ]
+        raise_problems(
+            f"derivatives of order {degree} on Mesh({whole}) are not those of finite differences",
+            [
+                Problem(name, *parts, _RULE)
+                for name, parts in zip(names * len(modes), found, strict=True)
+                if parts is not None
+            ],
+        )
+        function = _pull_back(function, u)
+
+
+_MODES = ("rev", "fwd")
+
+
+def _pull_back(function: Callable, u: tuple[torch.Tensor, ...]) -> Callable:
+    """The gradient of ``<u, function(...)>``."""
+    return lambda *values: torch.func.vjp(function, *values)[1](u)
+
+
+def _directions(
+    like: Sequence[torch.Tensor], generator: torch.Generator
+) -> tuple[torch.Tensor, ...]:
+    """Random tensors of these shapes, together of length 1."""
+    drawn = [torch.randn(x.shape, dtype=torch.float64, generator=generator) for x in like]
+    length = sum(float(x.square().sum()) for x in drawn) ** 0.5 or 1.0
+    return tuple((x / length).to(one.device) for x, one in zip(drawn, like, strict=True))
+
+
+def _dot(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
+    return sum(float((x * y).sum()) for x, y in zip(a, b, strict=True))
+
+
+def _compare_derivatives(
+    function: Callable, values: tuple, index: int, u: tuple, mode: str, settings: tuple
+) -> tuple[str, str] | None:
+    """The derivatives by one argument, got and wanted, where they differ."""
+    eps, rtol, atol, generator = settings
+    (v,) = _directions([values[index]], generator)
+    along = tuple(v if i == index else torch.zeros_like(x) for i, x in enumerate(values))
+    ends = [
+        function(*(x + sign * eps * d for x, d in zip(values, along, strict=True)))
+        for sign in (1, -1)
+    ]
+    quotient = [(a - b) / (2 * eps) for a, b in zip(*ends, strict=True)]
+    want = _dot(u, quotient)
+    if mode == "rev":
+        got = _dot(torch.func.vjp(function, *values)[1](u), along)
+    else:
+        got = _dot(u, torch.func.jvp(function, values, along)[1])
+    if abs(got - want) <= atol + rtol * _dot(quotient, quotient) ** 0.5:
+        return None
+    return f"{got:.9g} by {mode}", f"{want:.9g}, the difference quotient"

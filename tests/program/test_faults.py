@@ -1,0 +1,266 @@
+"""The first number that is not finite, and keys that are used twice; verdicts on keys against JAX."""
+
+import re
+import types
+
+import jax
+import jax.experimental.key_reuse
+import pytest
+import torch
+from jax import numpy as jnp
+
+import functron as ft
+from functron import Mesh, P, debug, lax, random
+
+# --- numbers that are not finite
+
+MESH = Mesh(dp=2, tp=2)
+W = torch.eye(2).expand(3, 2, 2) * 2.0
+X = torch.tensor([[3.0, 3.0], [5.0, 5.0], [0.3, 1.4], [4.0, 4.0]])
+
+
+def loss(w, x):
+    def body(c, w):
+        with ft.named_scope("layer"):
+            c = torch.log(c @ w)
+        return c, None
+
+    return lax.psum(lax.scan(body, x, w)[0].sum(), ("dp", "tp"))
+
+
+def test_it_names_equation_place_row_and_ranks():
+    """log 0.6 < 0 in the second layer, for the row of the third of four ranks alone."""
+    step = ft.shard_map(
+        ft.value_and_grad(loss), MESH, (P(), P(("dp", "tp"))), (P(), P()), check=False
+    )
+    with pytest.raises(ValueError, match="nans: ") as caught:
+        debug.nans(step)(W, X)
+    head, result, *operands = str(caught.value).splitlines()
+    assert "log (forward, in layer, row 1 of scan body) makes the first number that is" in head
+    assert re.search(r"test_faults.py:\d+: `c = torch.log\(c @ w\)`, on rank dp=1,tp=0$", head)
+    assert result == "  result %log f32[1,2]: 1 NaN of 2, others from 0.722336 to 0.722336"
+    assert operands == ["  operand %mm f32[1,2]: from -1.02165 to 2.05924"]
+    (value, grad), again = debug.nans(step)(W, X + 2), step(W, X + 2)
+    torch.testing.assert_close(value, again[0])
+    torch.testing.assert_close(grad, again[1])
+
+
+def test_it_names_what_backward_made():
+    def f(x):
+        return torch.where(x > 0, x.sqrt(), 0.0).sum()
+
+    x = torch.tensor([0.0, 4.0])
+    assert debug.nans(f)(x) == 2
+    with pytest.raises(ValueError, match=r"\(backward\) makes the first number") as caught:
+        debug.nans(ft.grad(f))(x)
+    assert "x.sqrt()" in str(caught.value)
+    assert "1 inf of 2" in str(caught.value) or "1 NaN of 2" in str(caught.value)
+
+
+def test_arguments_that_are_not_finite_are_named():
+    mapped = ft.shard_map(lambda t: lax.psum(t["w"] * 2, "dp"), MESH, P("dp"), P())
+    with pytest.raises(
+        ValueError, match=r"argument 0/w comes with numbers that are not finite"
+    ) as e:
+        debug.nans(mapped)({"w": torch.tensor([1.0, float("nan")])})
+    assert "f32[2]: 1 NaN of 2, others from 1 to 1" in str(e.value)
+    with pytest.raises(ValueError, match=r"output 0 has infinities that came with arguments") as e:
+        debug.nans(mapped)({"w": torch.tensor([1.0, float("inf")])})
+    assert "argument 0/w, f32[2]: 1 inf of 2" in str(e.value)
+
+
+def test_infinities_that_mask_are_none():
+    def attend(scores, mask):
+        hidden = scores.masked_fill(mask, -torch.inf)
+        return hidden.softmax(-1)
+
+    scores = torch.zeros(2, 2)
+    causal = torch.tensor([[False, True], [False, False]])
+    torch.testing.assert_close(debug.nans(attend)(scores, causal), attend(scores, causal))
+    with pytest.raises(ValueError, match="softmax") as caught:
+        debug.nans(attend)(scores, torch.ones(2, 2, dtype=torch.bool))
+    assert "infinities before it: " in str(caught.value)
+    # a mask of numbers, which is added
+    numbers = torch.where(causal, -torch.inf, 0.0)
+    assert debug.nans(lambda s, m: (s + m).softmax(-1))(scores, numbers).isfinite().all()
+
+
+def test_overflow_is_found_and_may_be_passed_over():
+    f = lambda x: torch.exp(-torch.exp(x))
+    x = torch.tensor([0.0, 200.0])
+    with pytest.raises(ValueError, match=r"exp \(forward\) makes") as caught:
+        debug.nans(f)(x)
+    assert "1 inf of 2" in str(caught.value)
+    assert debug.nans(f, infs=False)(x)[1] == 0
+
+
+def test_a_number_comes_from_another_rank():
+    def program(x):
+        y = 1 / x
+        return lax.psum(y - y.exp(), "dp")
+
+    mapped = ft.shard_map(program, MESH, P("dp"), P())
+    with pytest.raises(ValueError, match=r"reciprocal|div") as caught:
+        debug.nans(mapped)(torch.tensor([1.0, 0.0]))
+    assert "on ranks dp=1,tp=0; dp=1,tp=1" in str(caught.value)
+
+
+def test_memory_that_was_not_written_says_nothing():
+    def f(x):
+        y = torch.empty(64)
+        y[:2] = x
+        return y[:2] * 2
+
+    for _ in range(8):
+        torch.full((64,), float("nan"))
+        assert debug.nans(f)(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+# --- keys
+
+
+ours = types.SimpleNamespace(
+    random=random, zeros=torch.zeros, scan=lax.scan, vmap=torch.func.vmap, arange=torch.arange,
+    grad=ft.grad, remat=ft.remat,
+)  # fmt: skip
+theirs = types.SimpleNamespace(
+    random=jax.random, zeros=jnp.zeros, scan=jax.lax.scan, vmap=jax.vmap, arange=jnp.arange,
+    grad=jax.grad, remat=jax.checkpoint,
+)  # fmt: skip
+
+
+def draws(m, *keys):
+    return sum(m.random.normal(key, (2,)) for key in keys)
+
+
+def in_scan(m, key, body, xs=None):
+    return m.scan(lambda c, x: body(c, x), (m.zeros(2), key), m.arange(3) if xs is None else xs)[0][
+        0
+    ]
+
+
+def carried(m, key):
+    def body(c, x):
+        key, sub = m.random.split(c[1])
+        return (c[0] + m.random.normal(sub, (2,)), key), None
+
+    return in_scan(m, key, body)
+
+
+CASES = {
+    "one draw": (True, lambda m, k: draws(m, k)),
+    "two draws": (False, lambda m, k: draws(m, k, k)),
+    "two samplers": (False, lambda m, k: m.random.uniform(k, (2,)) + draws(m, k)),
+    "bits, then a split": (False, lambda m, k: (m.random.bits(k, (2,)), draws(m, m.random.split(k)[0]))),
+    "parts": (True, lambda m, k: draws(m, *m.random.split(k))),
+    "the same part": (False, lambda m, k: draws(m, (s := m.random.split(k))[0], s[0])),
+    "a draw after a split": (False, lambda m, k: draws(m, m.random.split(k)[0], k)),
+    "fold_in of numbers": (True, lambda m, k: draws(m, *(m.random.fold_in(k, i) for i in range(3)))),
+    "a carried key": (True, carried),
+    "a carried key that stays": (False, lambda m, k: in_scan(
+        m, k, lambda c, x: ((c[0] + m.random.normal(c[1], (2,)), c[1]), None))),
+    "a key of outside in a scan": (False, lambda m, k: in_scan(
+        m, m.random.key(1), lambda c, x: ((c[0] + m.random.normal(k, (2,)), c[1]), None))),
+    "keys of rows": (True, lambda m, k: m.scan(
+        lambda c, k: (c + m.random.normal(k, (2,)), None), m.zeros(2), m.random.split(k, 3))[0]),
+    "a key of a row twice": (False, lambda m, k: m.scan(
+        lambda c, k: (c + draws(m, k, k), None), m.zeros(2), m.random.split(k, 3))[0]),
+    "fold_in of the row": (True, lambda m, k: in_scan(
+        m, m.random.key(1), lambda c, x: ((c[0] + m.random.normal(m.random.fold_in(k, x), (2,)), c[1]), None))),
+    "vmap": (True, lambda m, k: m.vmap(lambda k: m.random.normal(k, (2,)))(m.random.split(k, 3))),
+    "vmap and a row of it": (False, lambda m, k: (
+        (s := m.random.split(k, 3)), m.vmap(lambda k: m.random.normal(k, (2,)))(s), draws(m, s[1]))),
+    "gradient": (True, lambda m, k: m.grad(lambda x: (draws(m, k) * x).sum())(m.zeros(2))),
+    "remat": (True, lambda m, k: m.grad(lambda x: m.remat(lambda x: (draws(m, k) * x).sum())(x))(m.zeros(2))),
+    "randint": (True, lambda m, k: m.random.randint(k, (2,), 0, 5)),
+}  # fmt: skip
+
+
+def is_right(check):
+    try:
+        check()
+    except (ValueError, jax.errors.KeyReuseError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verdicts_are_those_of_jax(case):
+    right, f = CASES[case]
+    assert is_right(lambda: debug.check_key_reuse(lambda key: f(ours, key))(random.key(0))) == right
+
+    def run():
+        with jax.debug_key_reuse(True):
+            jax.jit(lambda key: f(theirs, key))(jax.random.key(0))
+
+    assert is_right(run) == right
+
+
+def test_both_lines_are_named():
+    def f(key):
+        first = random.normal(key, (2,))
+        with ft.named_scope("noise"):
+            second = random.uniform(key, (2,))
+        return first + second
+
+    with pytest.raises(ValueError, match="f uses random keys more than once") as caught:
+        debug.check_key_reuse(f)(random.key(0, device="meta"))
+    (problem,) = str(caught.value).splitlines()[1:]
+    assert "the key of uniform at " in problem
+    assert "`second = random.uniform(key, (2,))` in noise: got used before, by normal at" in problem
+    assert "`first = random.normal(key, (2,))`; wanted one use of every key; fix: " in problem
+
+
+def test_a_scan_is_named_with_its_iterations():
+    def f(key, xs):
+        def step(c, x):
+            return c + random.normal(key, (2,)) * x, None
+
+        return lax.scan(step, torch.zeros(2), xs)[0]
+
+    mapped = ft.shard_map(f, MESH, (P(), P()), P())
+    with pytest.raises(ValueError, match="used in each of the 3 iterations of scan step"):
+        debug.check_key_reuse(mapped)(random.key(0), torch.ones(3))
+    debug.check_key_reuse(mapped)(random.key(0), torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("right", "f"),
+    [
+        # found beyond JAX: keys that are made alike
+        (False, lambda k: draws(ours, random.fold_in(k, 1), random.fold_in(k, 1))),
+        (False, lambda k: draws(ours, random.key(3), random.key(3))),
+        (False, lambda k: draws(ours, random.split(k)[1], random.split(k)[1])),
+        (False, lambda k: draws(ours, random.split(k)[1], random.split(k, 3)[1])),
+        # allowed beyond JAX: parts of one array, and keys made again
+        (True, lambda k: draws(ours, random.split(k)[0], random.split(k)[1])),
+        (True, lambda k: [random.normal(k, (4,), index=(torch.arange(2) + i,)) for i in (0, 2)]),
+        (False, lambda k: [random.normal(k, (4,), index=(torch.arange(2),)) for _ in range(2)]),
+        (False, lambda k: [random.normal(k, (n,), index=(torch.arange(n - 3),)) for n in (4, 5)]),
+    ],
+)
+def test_keys_that_are_made_alike_and_parts_of_an_array(right, f):
+    assert is_right(lambda: debug.check_key_reuse(f)(random.key(0))) == right
+
+
+def test_a_training_step_uses_every_key_once():
+    """Dropout of two microbatches draws the rows of each of one array."""
+    from tests.program.test_lockstep import gpt_step
+
+    step, state, batch = gpt_step(MESH, dropout=0.1, remat="full", num_microbatches=2)
+    debug.check_key_reuse(step)(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "said"),
+    [
+        (lambda: debug.nans(3), TypeError, "f"),
+        (lambda: debug.check_key_reuse("f"), TypeError, "f"),
+        (lambda: debug.nans(lambda x: x * x.item())(torch.ones(())), ValueError, "test_faults.py"),
+        (lambda: debug.nans(lambda x: x)(x=1), TypeError, "keyword"),
+        (lambda: debug.check_key_reuse(lambda x: torch.rand(2))(torch.ones(2)), ValueError, "key"),
+    ],
+)
+def test_wrong_uses_are_refused(call, kind, said):
+    with pytest.raises(kind, match=said):
+        call()
