@@ -2,8 +2,8 @@
 
 Callbacks, prints and checks of programs that run are in `functron.program.callbacks`; the search
 for faults (wrong derivatives, the first NaN, keys that are used twice) in
-`functron.program.faults`; tables of trees and drawings of specs in `functron.program.displays`; types of values in
-`functron.program.types`.
+`functron.program.faults`; tables of trees and drawings of specs in `functron.program.displays`;
+types of values in `functron.program.types`.
 """
 
 from __future__ import annotations

@@ -523,10 +523,10 @@ def _make_fake(x: Any) -> Any:
     return torch.empty_like(x) if isinstance(x, torch.Tensor) else x
 
 
-Varying = tuple[tuple[str, ...], ...] | None
+VaryingAxes = tuple[tuple[str, ...], ...] | None
 
 
-def _look_ahead(run: Callable[[], tree.Tree], *given: Any) -> Varying:
+def _look_ahead(run: Callable[[], tree.Tree], *given: Any) -> VaryingAxes:
     """The axes over which each result varies, whatever runs, by a run on fake tensors.
 
     It refuses what cannot be, and runs once for the same code and operands. Where nothing is
@@ -544,7 +544,7 @@ def _look_ahead(run: Callable[[], tree.Tree], *given: Any) -> Varying:
     return _find_varying(probe)
 
 
-def _vary_over(out: tree.Tree, varying: Varying) -> tree.Tree:
+def _vary_over(out: tree.Tree, varying: VaryingAxes) -> tree.Tree:
     leaves, structure = tree.flatten(out)
     for i, names in enumerate(varying or ()):
         for name in set(names) - {*varying_axes(leaves[i])}:
@@ -554,7 +554,7 @@ def _vary_over(out: tree.Tree, varying: Varying) -> tree.Tree:
 
 
 @functools.lru_cache(1024)
-def _find_varying(probe: _Probe) -> Varying:
+def _find_varying(probe: _Probe) -> VaryingAxes:
     """The axes over which each result varies; None where it cannot be run without numbers."""
     run, probe.run = probe.run, None  # which the cache is not to keep
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -593,7 +593,7 @@ def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) ->
 
 
 def _run_loop(
-    by: str, holds: Callable, advance: Callable, init: tree.Tree, varying: Varying
+    by: str, holds: Callable, advance: Callable, init: tree.Tree, varying: VaryingAxes
 ) -> tree.Tree:
     going: bool | torch.Tensor = True
     carry = _vary_over(init, varying)

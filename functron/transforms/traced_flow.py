@@ -1,7 +1,7 @@
 """Switches and loops of unknown length in programs that are traced: one equation each, with blocks.
 
 Every branch, condition and body is recorded in a frame of its own, from operands to results. What
-they close over is an operand too (`functron.transforms.remat.CallSite`). Each is one function to
+they close over is an operand too (`CallSite`). Each is one function to
 torch's tape and to torch.func, whose levels are taken off one by one until none is left, where the
 equation is recorded:
 
