@@ -123,7 +123,7 @@ class Program(Code):
 def _find_misfit(
     name: str, run: int | Sequence[float], found: Mapping[str, list[ControlFlow]]
 ) -> Problem | None:
-    """What is wrong with a number of iterations, or with weights of branches."""
+    """The problem with a number of iterations, or with weights of branches; None without one."""
     if name not in found:
         wanted = "the name of a switch or a while loop"
         return Problem("runs", repr(name), wanted, nearest(name, found))

@@ -87,8 +87,9 @@ def test_a_branch_that_is_not_taken_has_no_part_in_a_derivative():
 def test_a_list_that_grows_later_is_what_it_was():
     def f(x):
         rows = [x.sin()]
+        branches = [lambda a: (a, a), lambda a: (a * rows[-1], a)]
         for _ in range(2):
-            rows += switch(1, [lambda a: (a, a), lambda a: (a * rows[-1], a)], rows[-1])
+            rows += switch(1, branches, rows[-1])
         return sum(row.square().sum() for row in rows)
 
     y = X.sin().requires_grad_()
