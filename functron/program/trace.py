@@ -73,13 +73,8 @@ class Program(Code):
     def assume_runs(self, runs: Mapping[str, int | Sequence[float]]) -> Program:
         """The same program, with what its costs and timelines count of switches and while loops.
 
-        Derivatives of a switch have its name, and so the same weights.
-
-        >>> def halve(x):
-        ...     return x / 2
-        >>> f = ft.trace(lambda x: ft.lax.while_loop(lambda x: x.sum() > 1, halve, x))
-        >>> f(torch.ones(8)).assume_runs({"halve": 12}).block.equations[0].op.trip_count
-        12
+        Derivatives of a switch have its name, and so the same weights:
+        ``program.assume_runs({"halve": 12, "dense/experts": (0.9, 0.1)}).cost()``.
 
         Args:
             runs: by the name of a loop, which is its body's, how many iterations run; by the name
@@ -145,7 +140,7 @@ class Program(Code):
 def _find_misfit(
     name: str, run: int | Sequence[float], found: Mapping[str, list[ControlFlow]]
 ) -> Problem | None:
-    """The problem with a number of iterations, or with weights of branches; None: there is none."""
+    """The problem with a number of iterations, or with weights of branches; None without one."""
     if name not in found:
         wanted = "the name of a switch or a while loop"
         return Problem("runs", repr(name), wanted, nearest(name, found))
@@ -192,7 +187,9 @@ def trace(
     collectives by axis name and this rank's indices as inputs, so it is the same on every rank.
 
     Where layers are scanned, the graph and the time to trace it do not grow with depth (under
-    torch.func transforms inside the program, scans are unrolled).
+    torch.func transforms inside the program, scans are unrolled). Branches of ``lax.cond`` and
+    ``lax.switch`` and the blocks of ``lax.while_loop`` are traced once each, and one equation runs
+    them; `functron.program.text` shows how they are written.
 
     >>> total = ft.shard_map(lambda x: lax.psum(x, "dp"), ft.Mesh(dp=2), P("dp"), P())
     >>> ft.trace(total)(torch.ones(4))

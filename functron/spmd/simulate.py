@@ -301,7 +301,8 @@ READS = (
     "asks for the number in a tensor{op}, as a Python if, int(), item(), a mask and nonzero "
     "do, which is not known before it runs and may differ by rank; wanted control flow and "
     "shapes that do not depend on data or on lax.axis_index, so that every rank issues the same "
-    "collectives; fix: torch.where on both results, or pass the number as a static argument"
+    "collectives; fix: lax.cond or lax.while_loop, torch.where on both results, or pass the number "
+    "as a static argument"
 )
 _WRITES = (
     "writes values of its own rank into a tensor that all ranks share{op}, such as fresh zeros; "
@@ -318,8 +319,8 @@ _UNKNOWN = (
 BRANCHES = (
     "calls an operation of torch that takes functions{op}, such as torch.cond, while_loop or scan, "
     "which run some of them by numbers that are not known before; wanted operations of tensors, "
-    "the same on every rank; fix: torch.where on both results, a Python if or for on static "
-    "values, or functron.scan"
+    "the same on every rank; fix: lax.cond, lax.while_loop or functron.scan, or a Python if or for "
+    "on static values"
 )
 
 

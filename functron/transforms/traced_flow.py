@@ -69,22 +69,25 @@ def trace_switch(
     hidden, close = hoist(lambda: every)
     every = close(hidden)()  # backward runs them again: lists that they read may have grown by then
     site, given = CallSite.of(lambda: every, tuple(operands))
-    structures: dict[int, tree.Structure] = {}
+    are_complex = [value.is_complex() for value in given]
+    made: dict[int, tuple[tree.Structure, list[bool]]] = {}
 
     def run(position: int, values: _Tensors) -> Sequence[torch.Tensor]:
-        with site.entered(values) as (functions, args):
+        with site.entered(_from_real(values, are_complex)) as (functions, args):
             out = functions()[position](*args)
-        leaves, structures[position] = tree.flatten(out)
+        leaves, structure = tree.flatten(out)
         _check_tensors(f"branch {position} of a switch", tree.paths(out), leaves)
+        made[position] = structure, [leaf.is_complex() for leaf in leaves]
+        leaves = _to_real(leaves)
         # each result has a cotangent of its own, also where the same tensor is returned twice
         seen = {id(value): i for i, value in reversed(list(enumerate(leaves)))}
         return [x if seen[id(x)] == i else x.view_as(x) for i, x in enumerate(leaves)]
 
     flat = tuple(functools.partial(run, position) for position in range(len(every)))
     name = name or "/".join(dict.fromkeys(map(_name_of, every)))
-    program = _SwitchProgram(flat, name, structures, user_line())
-    outputs: Any = _SwitchFunction.apply(program, index, *given)
-    return tree.unflatten(structures[0], list(outputs))
+    program = _SwitchProgram(flat, name, made, user_line())
+    outputs: Any = _SwitchFunction.apply(program, index, *_to_real(given))
+    return tree.unflatten(made[0][0], _from_real(outputs, made[0][1]))
 
 
 def trace_while(
@@ -114,22 +117,33 @@ def trace_while(
     _check_tensors("the carry of a while loop", tree.paths(init), carry)
     site, given = CallSite.of(lambda: (cond_fun, body_fun), init)
     num_consts = site.first_argument
+    are_complex = [value.is_complex() for value in given]
 
     def holds(values: _Tensors) -> Sequence[torch.Tensor]:
-        with site.entered(values) as (functions, before):
+        with site.entered(_from_real(values, are_complex)) as (functions, before):
             out = functions()[0](before)
         _check_condition(out)
         return [out]
 
     def step(values: _Tensors) -> Sequence[torch.Tensor]:
-        with site.entered(values) as (functions, before):
+        with site.entered(_from_real(values, are_complex)) as (functions, before):
             after = functions()[1](before)
         _check_carry(before, after)
-        return tree.leaves(after)
+        return _to_real(tree.leaves(after))
 
     program = _WhileProgram(holds, step, num_consts, name or _name_of(body_fun), user_line())
-    outputs: Any = _WhileFunction.apply(program, *given)
-    return tree.unflatten(structure, list(outputs))
+    outputs: Any = _WhileFunction.apply(program, *_to_real(given))
+    return tree.unflatten(structure, _from_real(outputs, are_complex[num_consts:]))
+
+
+def _to_real(values: _Tensors) -> list[torch.Tensor]:
+    """The values, complex ones as pairs: all that is floating-point has derivatives then."""
+    return [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in values]
+
+
+def _from_real(values: _Tensors, are_complex: Sequence[bool]) -> list[torch.Tensor]:
+    rows = zip(values, are_complex, strict=True)
+    return [torch.view_as_complex(x.contiguous()) if pair else x for x, pair in rows]
 
 
 def _name_of(function: Callable) -> str:
@@ -266,11 +280,15 @@ def _look_ahead() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class _SwitchProgram:
-    """The branches of a switch as functions of the operands; opaque to functorch."""
+    """The branches of a switch as functions of the operands; opaque to functorch.
+
+    Attributes:
+        made: by branch, once it has run, the tree of its results, and which of them are complex.
+    """
 
     functions: tuple[_Flat, ...]
     name: str
-    structures: dict[int, tree.Structure]
+    made: dict[int, tuple[tree.Structure, list[bool]]]
     line: str
 
     def record(self, index: torch.Tensor, operands: _Tensors) -> tuple[torch.Tensor, ...]:
@@ -285,10 +303,11 @@ class _SwitchProgram:
 
     def _check_results(self, blocks: Sequence[Block]) -> None:
         """Refuse branches whose results differ."""
-        first, found = self.structures.get(0), []
+        first, found = self.made.get(0), []
         for position, block in enumerate(blocks[1:], 1):
-            if self.structures.get(position) != first:
-                got, wanted = f"{self.structures[position]}", f"{first}, as of branch 0"
+            own = self.made.get(position)
+            if own != first:
+                got, wanted = _describe_results(own), f"{_describe_results(first)}, as of branch 0"
                 found.append(Problem(f"branch {position}", got, wanted, "return the same tree"))
                 continue
             for place, (x, y) in enumerate(zip(blocks[0].outputs, block.outputs, strict=True)):
@@ -378,6 +397,11 @@ class _SwitchProgram:
                 torch.where(chosen, *pair) for pair in zip(rows, results or rows, strict=True)
             ]
         return results
+
+
+def _describe_results(made: Any) -> str:
+    structure, are_complex = made
+    return f"{structure}{', complex' if any(are_complex) else ''}"
 
 
 def _push(

@@ -49,6 +49,17 @@ DERIVATIVES = {
     "grad of vmap": lambda i, x: ft.grad(
         lambda x: torch.func.vmap(lambda x: choose(i, x[None]))(x).sum()
     )(x),
+    "complex": lambda i, x: ft.grad(
+        lambda x: (
+            switch(
+                i,
+                [lambda z: z * z, lambda z: z.conj() * z + z.sin(), torch.neg],
+                torch.complex(x, x.sin()),
+            )
+            .real.sin()
+            .sum()
+        )
+    )(x),
     "vjp": lambda i, x: ft.vjp(lambda x: choose(i, x), x)[1](torch.tensor(2.0, dtype=x.dtype)),
     "remat": lambda i, x: ft.grad(ft.remat(lambda x: choose(i, x)))(x),
     "scan": lambda i, x: ft.grad(
@@ -87,8 +98,9 @@ def test_a_branch_that_is_not_taken_has_no_part_in_a_derivative():
 def test_a_list_that_grows_later_is_what_it_was():
     def f(x):
         rows = [x.sin()]
+        branches = [lambda a: (a, a), lambda a: (a * rows[-1], a)]
         for _ in range(2):
-            rows += switch(1, [lambda a: (a, a), lambda a: (a * rows[-1], a)], rows[-1])
+            rows += switch(1, branches, rows[-1])
         return sum(row.square().sum() for row in rows)
 
     y = X.sin().requires_grad_()
@@ -159,6 +171,17 @@ FORWARD = {
     "jacfwd of jacfwd": lambda x: torch.func.jacfwd(
         torch.func.jacfwd(lambda s: shrink(x * s)[0].sum())
     )(torch.tensor(1.1, dtype=x.dtype)),
+    "jvp of complex": lambda x: torch.func.jvp(
+        lambda x: (
+            loop(
+                lambda c: c[1] < 3,
+                lambda c: (c[0] * c[0] + c[0].conj(), c[1] + 1),
+                (torch.complex(x, x.sin()), torch.tensor(0)),
+            )[0].real
+        ),
+        (x,),
+        (V,),
+    ),
     "grad of what does not flow through": lambda x: ft.grad(
         lambda x: (shrink(x.detach())[0] * x).sum()
     )(x),
@@ -345,6 +368,7 @@ def test_pieces_of_a_program_have_whole_switches():
         (lambda x: loop(lambda c: c[0].sum() > 0, lambda c: c[:1], (x, x)), "the carry after"),
         (lambda x: loop(lambda c: c[0].sum() > 0, lambda c: c, (x, 1)), r"1: got 1; wanted a tensor"),
         (lambda x: switch(0, [lambda x: x, lambda x: (x,)], x), r"branch 1: got .*wanted .*as of branch 0"),
+        (lambda x: switch(0, [torch.view_as_real, lambda z: z], torch.complex(x, x)), r"branch 1: got .*complex; wanted"),
         (lambda x: switch(0, [lambda x: x, lambda x: x[0]], x), r"branch 1, result 0: got \(3,\)"),
         (lambda x: switch(0, [lambda x: x, lambda x: x.float()], x), r"got .*float32.*wanted .*float64"),
         (lambda x: switch(0, [lambda x: (x, 1)], x), r"branch 0 of a switch .*1: got 1; wanted a tensor"),
