@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -28,7 +29,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
-from functron.core.closure import find_tensors, hoist, refuse_holders, refuse_orphans
+from functron.core.closure import closed_values, find_tensors, hoist, refuse_holders, refuse_orphans
 from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.scopes import in_scopes, scope_names
@@ -499,24 +500,34 @@ def _describe(value: Any, seen: set[int]) -> Any:
     seen.add(id(value))
     kind: Any = type(value)
     if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        kind, parts = value.__code__, (*cells, value.__defaults__, value.__kwdefaults__)
+        kind, parts = value.__code__, closed_values(value, code=True)
     elif isinstance(value, functools.partial):
         parts = value.func, value.args, value.keywords
     elif isinstance(value, types.MethodType):
         parts = value.__func__, value.__self__
     elif tree.is_leaf(value):
-        return kind, id(value)
+        return _Identity(value)
     else:
         parts, kind = tree.flatten(value)
     return kind, *(_describe(part, seen) for part in parts)
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
+class _Identity:
+    """An object, equal to itself as long as it lives."""
+
+    def __init__(self, value: Any):
+        self.hash = id(value)
+        try:
+            self.find: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self.find = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        found = self.find()
+        return isinstance(other, _Identity) and found is not None and found is other.find()
+
+    def __hash__(self) -> int:
+        return self.hash
 
 
 def _make_fake(x: Any) -> Any:

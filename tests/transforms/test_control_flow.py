@@ -620,7 +620,9 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", "cond switch while_loop fori_loop map select_n scan".split())
+@pytest.mark.parametrize(
+    "name", ["cond", "switch", "while_loop", "fori_loop", "map", "select_n", "scan"]
+)
 def test_examples_run(name):
     torch.set_default_dtype(torch.float32)
     names = {"ft": ft, "torch": torch, "lax": lax}
