@@ -337,7 +337,8 @@ def _branch(
         return choose(index)
     _refuse_orphans(what, branches, (index, operands))
     index, recorder = no_share(index), active()
-    if compat.is_batched(index) or (recorder is None and compat.faking()):
+    unread = compat.faking() or compat.proxies_active()  # as in torch.func.linearize
+    if compat.is_batched(index) or (recorder is None and unread):
         return _run_all(what, index, functions, operands)
     if recorder is None:
         look = lambda: _run_all(what, index, functions, tree.map(_make_fake, operands))  # noqa: E731
@@ -595,6 +596,9 @@ def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) ->
     by = f"the predicate of lax.{what} at {user_line()}"
     if (recorder := active()) is not None:
         last = trace_while(recorder, lambda carry: torch.as_tensor(holds(carry)), advance, init)
+    elif compat.proxies_active():
+        got, wanted = "a trace by make_fx, as of torch.func.linearize", "one by functron.trace"
+        refuse(f"{what} at {user_line()}", "the loop", got, wanted, "torch.func.jvp, ft.trace")
     elif compat.faking():
         last = _run_fake_loop(by, holds, advance, init)
     else:
