@@ -248,11 +248,12 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
-def _closed_values(fn: types.FunctionType) -> Iterator[Any]:
+def closed_values(fn: types.FunctionType, *, code: bool = False) -> Iterator[Any]:
     """The values a function closes over: cell contents, defaults, and globals that are data.
 
     The globals of functron and of the libraries under it are left out: they hold no tensors of a
-    program, and walking them took longer than the rest.
+    program, and walking them took longer than the rest. With `code` there are other functions too
+    that have no tensors.
     """
     for cell in fn.__closure__ or ():
         try:
@@ -268,7 +269,7 @@ def _closed_values(fn: types.FunctionType) -> Iterator[Any]:
         # a function of another module with nothing closed over holds no tensor of this program
         inner = made_public(value)
         holds = isinstance(inner, types.FunctionType) and (
-            inner.__globals__ is fn.__globals__ or inner.__closure__
+            code or inner.__globals__ is fn.__globals__ or inner.__closure__
         )
         if holds or _is_data(value):
             yield value
@@ -283,7 +284,7 @@ def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None
     seen.add(id(value))
     parts: Iterable = ()
     if isinstance(value, types.FunctionType):
-        parts = _closed_values(value)
+        parts = closed_values(value)
     elif isinstance(value, functools.partial):
         parts = value.func, value.args, value.keywords
     elif isinstance(value, types.MethodType):

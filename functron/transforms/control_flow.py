@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -28,7 +29,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
-from functron.core.closure import find_tensors, hoist, refuse_holders, refuse_orphans
+from functron.core.closure import closed_values, find_tensors, hoist, refuse_holders, refuse_orphans
 from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.scopes import in_scopes, scope_names
@@ -144,10 +145,10 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: tree.Tree) -> t
             along which the predicate varies; or, in backward, reverse mode reaches the loop.
         TypeError: a function is none, or the predicate is not bool.
     """
-    functions = _check_functions("while_loop", {"cond_fun": cond_fun, "body_fun": body_fun})
+    given = _check_functions("while_loop", {"cond_fun": cond_fun, "body_fun": body_fun})
     refuse_holders("while_loop cannot see into these", "init_val", init_val, tracked=True)
     init = _as_tensors("while_loop", "init_val", init_val, ())
-    return _loop("while_loop", *functions.values(), init)
+    return _loop("while_loop", given["cond_fun"], given["body_fun"], init)
 
 
 @public
@@ -288,25 +289,27 @@ def select_n(which: torch.Tensor, *cases: torch.Tensor) -> torch.Tensor:
         ValueError: shapes or dtypes differ, or there are no cases, or more than two of a bool.
         TypeError: `which` is neither bool nor of integers.
     """
-    problems = [] if cases else [Problem("cases", "none", "at least one tensor")]
     if not isinstance(which, torch.Tensor) or which.is_floating_point() or which.is_complex():
         got = which.dtype if isinstance(which, torch.Tensor) else repr(which)
         refuse("select_n", "which", got, "a tensor of bool or integers", "compare it", TypeError)
+    if not cases:
+        refuse("select_n", "cases", "none", "at least one tensor")
+    first, is_bool, problems = cases[0], which.dtype == torch.bool, []
     for k, case in enumerate(cases):
         if not isinstance(case, torch.Tensor):
             problems.append(Problem(f"cases[{k}]", repr(case), "a tensor", "torch.full_like(...)"))
-        elif isinstance(cases[0], torch.Tensor) and _kind(case) != _kind(cases[0]):
-            wanted = f"{_words(cases[0])}, as cases[0]"
+        elif isinstance(first, torch.Tensor) and _kind(case) != _kind(first):
+            wanted = f"{_words(first)}, as cases[0]"
             problems.append(Problem(f"cases[{k}]", _words(case), wanted, "cast or expand it"))
-    if which.dtype == torch.bool and len(cases) > 2:
+    if is_bool and len(cases) > 2:
         wanted = "at most 2 for a bool"
         problems.append(Problem("cases", str(len(cases)), wanted, "an index as which"))
-    if not problems and which.dim() and which.shape != cases[0].shape:
-        wanted = f"(), or {tuple(cases[0].shape)} as the cases"
+    if not problems and which.dim() and which.shape != first.shape:
+        wanted = f"(), or {tuple(first.shape)} as the cases"
         problems.append(Problem("which", f"shape {tuple(which.shape)}", wanted, "expand it"))
     raise_problems("select_n", problems)
-    return _select([which.logical_not() if which.dtype == torch.bool else which <= 0,
-                    *(which == k for k in range(1, len(cases) - 1))], cases)  # fmt: skip
+    lowest = which.logical_not() if is_bool else which <= 0
+    return _select([lowest, *(which == k for k in range(1, len(cases) - 1))], cases)
 
 
 def _select(masks: Sequence[torch.Tensor], cases: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -334,7 +337,8 @@ def _branch(
         return choose(index)
     _refuse_orphans(what, branches, (index, operands))
     index, recorder = no_share(index), active()
-    if compat.is_batched(index) or (recorder is None and compat.faking()):
+    unread = compat.faking() or compat.proxies_active()  # as in torch.func.linearize
+    if compat.is_batched(index) or (recorder is None and unread):
         return _run_all(what, index, functions, operands)
     if recorder is None:
         look = lambda: _run_all(what, index, functions, tree.map(_make_fake, operands))  # noqa: E731
@@ -499,24 +503,34 @@ def _describe(value: Any, seen: set[int]) -> Any:
     seen.add(id(value))
     kind: Any = type(value)
     if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        kind, parts = value.__code__, (*cells, value.__defaults__, value.__kwdefaults__)
+        kind, parts = value.__code__, closed_values(value, code=True)
     elif isinstance(value, functools.partial):
         parts = value.func, value.args, value.keywords
     elif isinstance(value, types.MethodType):
         parts = value.__func__, value.__self__
     elif tree.is_leaf(value):
-        return kind, id(value)
+        return _Identity(value)
     else:
         parts, kind = tree.flatten(value)
     return kind, *(_describe(part, seen) for part in parts)
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
+class _Identity:
+    """An object, equal to itself as long as it lives."""
+
+    def __init__(self, value: Any):
+        self.hash = id(value)
+        try:
+            self.find: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self.find = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        found = self.find()
+        return isinstance(other, _Identity) and found is not None and found is other.find()
+
+    def __hash__(self) -> int:
+        return self.hash
 
 
 def _make_fake(x: Any) -> Any:
@@ -575,12 +589,16 @@ def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) ->
     def holds(carry: tree.Tree) -> bool | torch.Tensor:
         return _read_predicate(what, "cond_fun", cond_fun(carry), numbers=False)
 
+    @functools.wraps(body_fun)
     def advance(carry: tree.Tree) -> tree.Tree:
         return _fit_carry(what, carry, body_fun(carry))
 
     by = f"the predicate of lax.{what} at {user_line()}"
     if (recorder := active()) is not None:
-        last = trace_while(recorder, holds, advance, init)
+        last = trace_while(recorder, lambda carry: torch.as_tensor(holds(carry)), advance, init)
+    elif compat.proxies_active():
+        got, wanted = "a trace by make_fx, as of torch.func.linearize", "one by functron.trace"
+        refuse(f"{what} at {user_line()}", "the loop", got, wanted, "torch.func.jvp, ft.trace")
     elif compat.faking():
         last = _run_fake_loop(by, holds, advance, init)
     else:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import functron as ft
 from functron import Mesh, P, lax, shard_map, tree
@@ -230,7 +231,13 @@ def derivatives_of(f, w, x, v):
     return f(w, x), jax.grad(f, (0, 1))(w, x), tangent, hvp
 
 
-@pytest.mark.parametrize("program", ROWS, ids=lambda f: f.__name__)
+# by others but for their combination
+COVERED = {f: [pytest.mark.full] for f in (cond_nested, remat_in_cond, mapped, selected)}
+
+
+@pytest.mark.parametrize(
+    "program", [pytest.param(f, marks=COVERED.get(f, ()), id=f.__name__) for f in ROWS]
+)
 def test_derivatives_are_those_of_jax(program):
     mine, theirs, (w, x), given = pair(program)
     v, tv = jnp.cos(w), given[0].cos()
@@ -396,6 +403,16 @@ def test_a_loop_of_rows_ends_for_each_by_itself():
     x = torch.tensor([2.0, 4.0])
     value, tangent = torch.func.jvp(root, (x,), (torch.ones(2),))
     assert_same((value, tangent), (np.array([2.0, np.log(2) + 1]), np.array([1.0, 0.5])))
+
+
+def test_a_tracer_of_torch_sees_all_branches():
+    """As torch.func.linearize has one."""
+    x = torch.tensor([1.0, 2.0])
+    f = lambda x: lax.cond(x.sum() > 0, torch.sin, torch.exp, x)
+    traced = make_fx(f)(x)
+    assert_same((traced(x), traced(-x)), (np.sin([1.0, 2.0]), np.exp([-1.0, -2.0])))
+    with pytest.raises(ValueError, match=r"while_loop at (?s:.*)got a trace by make_fx"):
+        make_fx(lambda x: lax.while_loop(lambda c: c.sum() < 9, torch.exp, x))(x)
 
 
 # ---- replication
@@ -620,7 +637,9 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", "cond switch while_loop fori_loop map select_n scan".split())
+@pytest.mark.parametrize(
+    "name", ["cond", "switch", "while_loop", "fori_loop", "map", "select_n", "scan"]
+)
 def test_examples_run(name):
     torch.set_default_dtype(torch.float32)
     names = {"ft": ft, "torch": torch, "lax": lax}
