@@ -24,7 +24,7 @@ LINES = {
     "precision": 19_500,
     "optim": 20_500,
     "nn": 24_000,
-    "models.gpt": 35_500,
+    "models.gpt": 36_000,
     "models": 42_000,
     "checkpoint": 13_000,
     "hub": 49_500,
