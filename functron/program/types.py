@@ -186,7 +186,7 @@ def _exchange(x: ValueReading, axis: str) -> ValueReading:
         stacked = digits[:at] if digits[at].blocks == 1 else ()
         dims[before] = (*digits[len(stacked) : at], *digits[at + 1 :])
     made = _scatter(replace(x, dims=tuple(dims)), axis, keep=True)
-    return replace(made, dims=(stacked, *made.dims[1:]), minor=())
+    return replace(made, dims=(stacked, *made.dims[1:]), minor=(None, *x.minor[1:]))
 
 
 def _communicate(equation: Equation, x: ValueReading) -> ValueReading | None:
