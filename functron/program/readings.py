@@ -11,18 +11,17 @@ every axis how many blocks of the dim a rank holds, each of them a part.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from functron.program.equations import Block, Equation, Input, Scan, Switch, Var, While
-from functron.spmd.spec import P, dim_axes, spec_axes
+from functron.program.equations import Equation, Var
+from functron.spmd.spec import P, dim_axes
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def read_spec(spec: P, num_dims: int, sizes: Mapping[str, int]) -> ValueReading:
     return ValueReading(tuple(tuple(DimSplit(1, a) for a in axes if a in sizes) for axes in rows))
 
 
-def _join(one: ValueReading, other: ValueReading) -> ValueReading:
+def join_readings(one: ValueReading, other: ValueReading) -> ValueReading:
     """The reading of a value that is one of two."""
     unknown = one.unknown | other.unknown
     lost = one.varying | other.varying
@@ -141,6 +140,7 @@ class _DimRule:
         summed: letters that results lack since they are summed.
         whole: letters along which the operation is another one on parts.
         linear: sets of operands, by position, in which it is linear together.
+        unread: operands of which results do not depend.
         copies: results have the numbers of the first operand, or are zero where operands are.
         source: of a view or a copy, the dims of the operand that dims of the result are, or are the
             last part of.
@@ -153,6 +153,7 @@ class _DimRule:
     summed: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
+    unread: frozenset[int] = frozenset()
     copies: bool = False
     source: Mapping[int, int] = field(default_factory=dict)
     minor: Mapping[int, int] = field(default_factory=dict)
@@ -198,6 +199,9 @@ def _find_places(
 
 def _apply(rule: _DimRule, operands: Sequence[ValueReading]) -> list[ValueReading]:
     """The readings of the results of an equation with this rule."""
+    operands = [
+        ValueReading(((),) * len(x.dims)) if i in rule.unread else x for i, x in enumerate(operands)
+    ]
     unknown = frozenset().union(*(x.unknown for x in operands))
     lost: set[str] = set().union(*(x.varying for x in operands))
     letters: dict[str, DimSplits] = {}
@@ -273,7 +277,7 @@ def _make(equation: Equation, operands, results, **fields: Any) -> _DimRule:
         for size, row in zip(value.shape, labels, strict=True):
             if len(row) == 1:
                 sizes.setdefault(row[0], size)
-    fields |= {k: frozenset(fields[k]) for k in ("summed", "whole") if k in fields}
+    fields |= {k: frozenset(fields[k]) for k in ("summed", "whole", "unread") if k in fields}
     fields |= {"linear": tuple(map(frozenset, fields.get("linear", ())))}
     return _DimRule(tuple(operands), tuple(results), sizes, **fields)
 
@@ -621,6 +625,39 @@ def _embedding_backward(equation: Equation) -> _DimRule:
     return _make(equation, [(*rows, ("d",)), rows], [(("v",), ("d",))], linear=[{0}], summed=summed)
 
 
+def _norm_backward(equation: Equation) -> _DimRule:
+    """The cotangents of x, and of weights and biases that there are: of these sums over rows."""
+    dy, _, *rest = equation.operands
+    count, labels = len(_argument(equation, "normalized_shape")), _dims(dy.shape)
+    first, last = labels[: len(labels) - count], labels[len(labels) - count :]
+    rows = [labels, labels]
+    rows += [last if v.shape == dy.shape[len(first) :] else (*first, *[()] * count) for v in rest]
+    found = [labels if v.shape == dy.shape else last for v in equation.results]
+    summed, whole = ({row[0] for row in each} for each in (first, last))
+    return _make(equation, rows, found, linear=[{0}], summed=summed, whole=whole)
+
+
+def _loss(equation: Equation) -> _DimRule | None:
+    """The negative log-likelihood of classes, its sum, and the sum of weights."""
+    x, *rest = equation.operands
+    labels, kept = _dims(x.shape), _argument(equation, "reduction")
+    rows, classes = labels[:-1], labels[-1:]
+    if len(x.shape) > 2 or len(rest) > 1 or kept == 1:  # a mean of a rank's own
+        return None
+    summed = {row[0] for row in rows}
+    found = [() if kept else rows, ()]
+    return _make(equation, [labels, rows], found, linear=[], summed=summed, whole=classes[0])
+
+
+def _loss_backward(equation: Equation) -> _DimRule | None:
+    dy, x, target, *rest = equation.operands
+    labels, kept = _dims(x.shape), _argument(equation, "reduction")
+    if len(x.shape) > 2 or len(rest) > 1 or kept == 1:
+        return None
+    operands = [labels[: len(dy.shape)], labels, labels[: len(target.shape)], ()]
+    return _make(equation, operands, [labels], linear=[{0}], unread={3}, whole=labels[-1])
+
+
 def _triangle(equation: Equation) -> _DimRule:
     labels = _dims(equation.operands[0].shape)
     whole = {row[0] for row in labels[-2:]}
@@ -688,6 +725,9 @@ _RULES: Mapping[str, Any] = MappingProxyType(
         **_rows("tril triu", _triangle),
         "_scaled_dot_product_flash_attention_for_cpu": _attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+        "native_layer_norm_backward": _norm_backward,
+        "nll_loss_forward": _loss,
+        "nll_loss_backward": _loss_backward,
         **_rows("embedding_dense_backward sum_rows", _embedding_backward),
     }
 )
@@ -696,7 +736,7 @@ _RULES: Mapping[str, Any] = MappingProxyType(
 _COPIES = ("view", "reshape", "clone", "alias", "detach", "_to_copy", "unsqueeze", "squeeze")
 """Operations whose results have the operand's numbers."""
 
-_FILLS: Mapping[str, Any] = MappingProxyType(
+FILLS: Mapping[str, Any] = MappingProxyType(
     {
         **_rows("zeros zeros_like new_zeros", lambda e: 0.0),
         **_rows("ones ones_like new_ones", lambda e: 1.0),
@@ -706,205 +746,21 @@ _FILLS: Mapping[str, Any] = MappingProxyType(
 )
 """The number that new tensors are filled with."""
 
-# --- collectives
 
-
-def _gather(x: ValueReading, axis: str) -> ValueReading:
-    """The reading of what an ``all_gather`` stacks on a new leading dim.
-
-    Of axes that split a dim outside of this one the stack has a part, too: it is what they split.
-    """
-    outer: DimSplits = ()
-    dims = list(x.dims)
-    if axis in x.split:
-        dim = x.split[axis]
-        at = [d.axis for d in dims[dim]].index(axis)
-        if dims[dim][at].blocks == 1:
-            outer, dims[dim] = dims[dim][:at], dims[dim][at:]
-    return replace(x.bare, dims=(outer, *dims)).without({axis})
-
-
-def _scatter(x: ValueReading, axis: str, *, keep: bool) -> ValueReading:
-    """The reading of one place of dim 0 for every rank, of a value that ranks have summed.
+def follow_rule(equation: Equation, operands: Sequence[ValueReading]) -> list[ValueReading] | None:
+    """The readings of the results of an equation by the rule of its operation; None: it has none.
 
     Args:
-        keep: dim 0 stays, and is of other ranks' places, as in an all_to_all.
+        operands: the readings of `Equation.operands`.
     """
-    target, (major, *dims) = x.minor_of(0), x.dims
-    lost = {axis, *(d.axis for d in major)} if target is None else ()
-    if target is not None:
-        dims[target - 1] = (*major, DimSplit(1, axis), *dims[target - 1])
-    rows = ((), *dims) if keep else tuple(dims)
-    minor = () if keep else tuple(m - 1 if m else None for m in x.minor[1:])
-    return replace(x.bare, dims=rows, minor=minor).losing(lost)
-
-
-def _exchange(x: ValueReading, axis: str) -> ValueReading:
-    """The reading of what an ``all_to_all`` gives: places of dim 0 for this rank, by source."""
-    if axis in x.partial or axis in x.varying or axis in x.unknown or x.minor_of(0) is None:
-        return x.bare.losing({axis, *(d.axis for d in x.dims[0])})
-    before, stacked, dims = x.split.get(axis), (), list(x.dims)
-    if before in (0, x.minor_of(0)):  # the dim that is divided is split by the axis already
-        return x.bare.losing({axis})
-    if before is not None:
-        digits = dims[before]
-        at = [d.axis for d in digits].index(axis)
-        stacked = digits[:at] if digits[at].blocks == 1 else ()
-        dims[before] = (*digits[len(stacked) : at], *digits[at + 1 :])
-    made = _scatter(replace(x, dims=tuple(dims)), axis, keep=True)
-    return replace(made, dims=(stacked, *made.dims[1:]), minor=())
-
-
-def _communicate(equation: Equation, x: ValueReading) -> ValueReading | None:
-    """The reading of the result of a collective or a statement of one value; None: of another."""
-    name, plain = equation.name, replace(x, minor=(), index=None)
-    args: Any = equation.args
-    axis: Any = args[1] if args[1:] else None
-    if name in ("psum", "pbroadcast", "assume_replicated"):
-        return plain.without({axis})
-    if name in ("pmax", "pmin"):  # not linear
-        return plain.losing(x.partial).without({axis})
-    if name == "all_gather":
-        return _gather(x, axis)
-    if name == "psum_scatter":
-        return _scatter(x.without({axis}), axis, keep=False)
-    if name == "all_to_all":
-        return _exchange(x, axis)
-    if name == "ppermute":
-        # where all ranks receive, every summand is still there once
-        once = len({*args[4]}) == args[2]
-        return plain if axis in x.partial and once else plain.losing({axis})
-    if name == "vary":
-        return plain if axis in x.axes else plain.losing({axis})
-    if name in ("require_replicated", "assume_share", "require_share", "barrier"):
-        return plain
-    return None
-
-
-def _take(equation: Equation, readings: Sequence[ValueReading]) -> ValueReading | None:
-    """The reading of the place of dim 0 that has this rank's index; None: of something else."""
-    x, index = readings
-    axis, minor = index.index, x.minor_of(0)
-    if equation.args[1] != 0 or axis is None or minor is None or axis in x.axes:
+    op: Any = equation.op
+    make = _RULES.get(equation.name)
+    if make is None and torch.Tag.pointwise in op.tags:
+        make = _pointwise
+    rule = make(equation) if make is not None and operands else None
+    if rule is None:
         return None
-    major, *dims = x.dims
-    dims[minor - 1] = (*major, DimSplit(1, axis), *dims[minor - 1])
-    return replace(x.bare, dims=((), *dims))
-
-
-class ReadingFlow:
-    """One pass over a program, as `functron.program.check` makes one.
-
-    Attributes:
-        differs: of every value the axes over which it differs, by that.
-        readings: of every value; of those in a scan, of all its iterations together.
-    """
-
-    def __init__(
-        self,
-        axes: Iterable[str],
-        differs: Mapping[Var, frozenset[str]],
-        unknown: Collection[Var] = (),
-    ):
-        self.axes, self.differs = frozenset(axes), differs
-        self.readings = {value: read_whole(value, unknown=self.axes) for value in unknown}
-
-    def add_input(self, given: Input, sizes: Mapping[str, int]) -> None:
-        """Read an input by its spec."""
-        spec = given.spec if given.spec is not None else P()
-        if given.role == "axis_index":
-            own = frozenset(spec_axes(spec)) & self.axes
-            reading = read_whole(given.var, varying=own, index=given.path)
-        else:
-            reading = read_spec(spec, len(given.var.shape), sizes)
-        self.readings[given.var] = reading
-
-    def read_block(self, block: Block) -> None:
-        """Read every result of a block whose inputs are read."""
-        for equation in block.equations:
-            found = self._read_equation(equation)
-            for value, reading in zip(equation.outputs, found, strict=True):
-                if value is None:
-                    continue
-                more = self.differs[value] - reading.axes
-                # zeros like another value vary with it by the check, and are the same all the same
-                if equation.name not in _FILLS and len(reading.even) < max(len(value.shape), 1):
-                    reading = reading.losing(more)
-                self.readings[value] = reading
-
-    def _read_equation(self, equation: Equation) -> Sequence[ValueReading]:
-        operands = [self.readings[value] for value in equation.operands]
-        if isinstance(equation.op, Scan | Switch | While):
-            return self._read_flow(equation.op, operands)
-        if isinstance(equation.op, torch._ops.OpOverload):
-            if equation.op.namespace == "functron" and operands:
-                found = _communicate(equation, operands[0])
-                if found is not None:
-                    return [found]
-            if equation.name in _FILLS:
-                (value,) = equation.results
-                every = frozenset(range(len(value.shape)))
-                like = operands[0] if operands and equation.name.endswith("_like") else None
-                made = read_whole(value) if like is None else like.without(like.partial).bare
-                return [replace(made, even=every, zero=not _FILLS[equation.name](equation))]
-            if equation.name == "index_select" and (taken := _take(equation, operands)):
-                return [taken]
-            made = self._follow_rule(equation, operands)
-            if made is not None:
-                return made
-        return [self._lose(value, operands) for value in equation.outputs]
-
-    def _lose(self, value: Var | None, operands: Sequence[ValueReading]) -> ValueReading:
-        """The reading of a result that no rule tells of."""
-        unknown = frozenset().union(*(x.unknown for x in operands))
-        axes = frozenset().union(*(x.axes for x in operands))
-        dims = () if value is None else ((),) * len(value.shape)
-        return ValueReading(dims, varying=axes - unknown, unknown=unknown)
-
-    def _follow_rule(self, equation: Equation, operands: list) -> Sequence[ValueReading] | None:
-        rule = _RULES.get(equation.name)
-        if rule is None and torch.Tag.pointwise in equation.op.tags:  # type: ignore[union-attr]
-            rule = _pointwise
-        if rule is None or not operands or None in equation.outputs:
-            return None
-        made = rule(equation)
-        if made is None:
-            return None
-        found = _apply(made, operands)
-        same = equation.name in _COPIES or (equation.name == "add" and equation.args[1] == 0)
-        kept = operands[0].index if same else None
-        return [replace(x, index=kept) for x in found] if kept else found
-
-    def _read_inner(self, block: Block, given: Sequence[ValueReading]) -> list[ValueReading]:
-        """The readings of the outputs of a block of an equation."""
-        self.readings.update(zip(block.inputs, given, strict=True))
-        self.read_block(block)
-        return [self.readings[v] if isinstance(v, Var) else ValueReading(()) for v in block.outputs]
-
-    def _read_flow(
-        self, op: Scan | Switch | While, operands: list[ValueReading]
-    ) -> list[ValueReading]:
-        """Read branches, and bodies until what the carry has in all iterations repeats."""
-        if isinstance(op, Switch):
-            index, *given = operands
-            rows = zip(*(self._read_inner(branch, given) for branch in op.branches), strict=True)
-            return [functools.reduce(_join, row).losing(index.axes) for row in rows]
-        last = op.first_x if isinstance(op, Scan) else len(operands)
-        consts, carry, xs = (
-            operands[: op.num_consts],
-            operands[op.num_consts : last],
-            operands[last:],
-        )
-        rows = [replace(x.bare.losing({d.axis for d in x.dims[0]}), dims=x.dims[1:]) for x in xs]
-        while True:
-            ends: Collection[str] = ()
-            if isinstance(op, While):  # where ranks end at different iterations
-                ends = self._read_inner(op.cond, [*consts, *carry])[0].axes
-            outputs = self._read_inner(op.body, [*consts, *carry, *rows])
-            pairs = zip(carry, outputs, strict=False)
-            joined = [_join(*pair).losing(ends) for pair in pairs]
-            if joined == carry:
-                break
-            carry = joined
-        ys = [replace(y.bare, dims=((), *y.dims)) for y in outputs[len(carry) :]]
-        return [*(carry if isinstance(op, While) else outputs[: len(carry)]), *ys]
+    found = _apply(rule, operands)
+    same = equation.name in _COPIES or (equation.name == "add" and equation.args[1] == 0)
+    kept = operands[0].index if same else None
+    return [replace(x, index=kept) for x in found] if kept else found

@@ -34,10 +34,9 @@ from functron.program.equations import (
 )
 from functron.program.interpreter import run_in_lockstep
 from functron.program.memory import memory
-from functron.program.readings import ReadingFlow
 from functron.program.recorder import Recorder, active, keeper
 from functron.program.timeline import timeline
-from functron.program.types import ValueType, read_program, type_of_value
+from functron.program.types import ProgramReadings, ValueType, read_program, type_of_value
 from functron.spmd.axes import enter, scope
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import MappedFunction
@@ -109,7 +108,7 @@ class Program(Code):
         return type_of_value(self, name, self._readings)
 
     @cached_property
-    def _readings(self) -> ReadingFlow:
+    def _readings(self) -> ProgramReadings:
         return read_program(self)
 
     @public

@@ -49,8 +49,27 @@ from functron.core.errors import Problem, nearest, public, raise_problems, refus
 from functron.core.scopes import set_during
 from functron.core.typing import Partial, Varying, match_dims
 from functron.program.check import varying
-from functron.program.equations import Code, ControlFlow, Equation, Input, Var
-from functron.program.readings import ReadingFlow, ValueReading, read_spec, read_whole
+from functron.program.equations import (
+    Block,
+    Code,
+    ControlFlow,
+    Equation,
+    Input,
+    Scan,
+    Switch,
+    Var,
+    While,
+)
+from functron.program.readings import (
+    FILLS,
+    DimSplit,
+    DimSplits,
+    ValueReading,
+    follow_rule,
+    join_readings,
+    read_spec,
+    read_whole,
+)
 from functron.program.recorder import Recorder, active, keeper
 from functron.spmd.axes import BoundAxis, SimulatedAxis, scope, user_line
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
@@ -131,6 +150,191 @@ class ValueType:
         return f"{text} {{{rows}}}" if rows else text
 
 
+# --- collectives
+
+
+def _gather(x: ValueReading, axis: str) -> ValueReading:
+    """The reading of what an ``all_gather`` stacks on a new leading dim.
+
+    Of axes that split a dim outside of this one the stack has a part, too: it is what they split.
+    """
+    outer: DimSplits = ()
+    dims = list(x.dims)
+    if axis in x.split:
+        dim = x.split[axis]
+        at = [d.axis for d in dims[dim]].index(axis)
+        if dims[dim][at].blocks == 1:
+            outer, dims[dim] = dims[dim][:at], dims[dim][at:]
+    return replace(x.bare, dims=(outer, *dims)).without({axis})
+
+
+def _scatter(x: ValueReading, axis: str, *, keep: bool) -> ValueReading:
+    """The reading of one place of dim 0 for every rank, of a value that ranks have summed.
+
+    Args:
+        keep: dim 0 stays, and is of other ranks' places, as in an all_to_all.
+    """
+    target, (major, *dims) = x.minor_of(0), x.dims
+    lost = {axis, *(d.axis for d in major)} if target is None else ()
+    if target is not None:
+        dims[target - 1] = (*major, DimSplit(1, axis), *dims[target - 1])
+    rows = ((), *dims) if keep else tuple(dims)
+    minor = () if keep else tuple(m - 1 if m else None for m in x.minor[1:])
+    return replace(x.bare, dims=rows, minor=minor).losing(lost)
+
+
+def _exchange(x: ValueReading, axis: str) -> ValueReading:
+    """The reading of what an ``all_to_all`` gives: places of dim 0 for this rank, by source."""
+    if axis in x.partial or axis in x.varying or axis in x.unknown or x.minor_of(0) is None:
+        return x.bare.losing({axis, *(d.axis for d in x.dims[0])})
+    before, stacked, dims = x.split.get(axis), (), list(x.dims)
+    if before in (0, x.minor_of(0)):  # the dim that is divided is split by the axis already
+        return x.bare.losing({axis})
+    if before is not None:
+        digits = dims[before]
+        at = [d.axis for d in digits].index(axis)
+        stacked = digits[:at] if digits[at].blocks == 1 else ()
+        dims[before] = (*digits[len(stacked) : at], *digits[at + 1 :])
+    made = _scatter(replace(x, dims=tuple(dims)), axis, keep=True)
+    return replace(made, dims=(stacked, *made.dims[1:]), minor=(None, *x.minor[1:]))
+
+
+def _communicate(equation: Equation, x: ValueReading) -> ValueReading | None:
+    """The reading of the result of a collective or a statement of one value; None: of another."""
+    name, plain = equation.name, replace(x, minor=(), index=None)
+    args: Any = equation.args
+    axis: Any = args[1] if args[1:] else None
+    if name in ("psum", "pbroadcast", "assume_replicated"):
+        return plain.without({axis})
+    if name in ("pmax", "pmin"):  # not linear
+        return plain.losing(x.partial).without({axis})
+    if name == "all_gather":
+        return _gather(x, axis)
+    if name == "psum_scatter":
+        return _scatter(x.without({axis}), axis, keep=False)
+    if name == "all_to_all":
+        return _exchange(x, axis)
+    if name == "ppermute":
+        # where all ranks receive, every summand is still there once
+        once = len({*args[4]}) == args[2]
+        return plain if axis in x.partial and once else plain.losing({axis})
+    if name == "vary":
+        return plain if axis in x.axes else plain.losing({axis})
+    if name in ("require_replicated", "assume_share", "require_share", "barrier"):
+        return plain
+    return None
+
+
+def _take(equation: Equation, readings: Sequence[ValueReading]) -> ValueReading | None:
+    """The reading of the place of dim 0 that has this rank's index; None: of something else."""
+    x, index = readings
+    axis, minor = index.index, x.minor_of(0)
+    if equation.args[1] != 0 or axis is None or minor is None or axis in x.axes:
+        return None
+    major, *dims = x.dims
+    dims[minor - 1] = (*major, DimSplit(1, axis), *dims[minor - 1])
+    return replace(x.bare, dims=((), *dims))
+
+
+class ProgramReadings:
+    """One pass over a program, as `functron.program.check` makes one.
+
+    Attributes:
+        differs: of every value the axes over which it differs, by that.
+        readings: of every value; of those in a scan, of all its iterations together.
+    """
+
+    def __init__(
+        self,
+        axes: Iterable[str],
+        differs: Mapping[Var, frozenset[str]],
+        unknown: Collection[Var] = (),
+    ):
+        self.axes, self.differs = frozenset(axes), differs
+        self.readings = {value: read_whole(value, unknown=self.axes) for value in unknown}
+
+    def add_input(self, given: Input, sizes: Mapping[str, int]) -> None:
+        """Read an input by its spec."""
+        spec = given.spec if given.spec is not None else P()
+        if given.role == "axis_index":
+            own = frozenset(spec_axes(spec)) & self.axes
+            reading = read_whole(given.var, varying=own, index=given.path)
+        else:
+            reading = read_spec(spec, len(given.var.shape), sizes)
+        self.readings[given.var] = reading
+
+    def read_block(self, block: Block) -> None:
+        """Read every result of a block whose inputs are read."""
+        for equation in block.equations:
+            found = self._read_equation(equation)
+            for value, reading in zip(equation.results, found, strict=True):
+                more = self.differs[value] - reading.axes
+                # zeros like another value vary with it by the check, and are the same all the same
+                if equation.name not in FILLS and len(reading.even) < max(len(value.shape), 1):
+                    reading = reading.losing(more)
+                self.readings[value] = reading
+
+    def _read_equation(self, equation: Equation) -> Sequence[ValueReading]:
+        operands = [self.readings[value] for value in equation.operands]
+        if isinstance(equation.op, ControlFlow):
+            return self._read_flow(equation.op, operands)
+        if isinstance(equation.op, torch._ops.OpOverload):
+            if equation.op.namespace == "functron" and operands:
+                found = _communicate(equation, operands[0])
+                if found is not None:
+                    return [found]
+            if equation.name in FILLS:
+                (value,) = equation.results
+                every = frozenset(range(len(value.shape)))
+                like = operands[0] if operands and equation.name.endswith("_like") else None
+                made = read_whole(value) if like is None else like.without(like.partial).bare
+                return [replace(made, even=every, zero=not FILLS[equation.name](equation))]
+            if equation.name == "index_select" and (taken := _take(equation, operands)):
+                return [taken]
+            made = follow_rule(equation, operands)
+            if made is not None:
+                return made
+        return [self._lose(value, operands) for value in equation.results]
+
+    def _lose(self, value: Var, operands: Sequence[ValueReading]) -> ValueReading:
+        """The reading of a result that no rule tells of."""
+        unknown = frozenset().union(*(x.unknown for x in operands))
+        axes = frozenset().union(*(x.axes for x in operands))
+        return ValueReading(((),) * len(value.shape), varying=axes - unknown, unknown=unknown)
+
+    def _read_inner(self, block: Block, given: Sequence[ValueReading]) -> list[ValueReading]:
+        """The readings of the outputs of a block of an equation."""
+        self.readings.update(zip(block.inputs, given, strict=True))
+        self.read_block(block)
+        return [self.readings[v] if isinstance(v, Var) else ValueReading(()) for v in block.outputs]
+
+    def _read_flow(self, op: ControlFlow, operands: list[ValueReading]) -> list[ValueReading]:
+        """Read branches, and bodies until what the carry has in all iterations repeats."""
+        if isinstance(op, Switch):
+            index, *given = operands
+            found = zip(*(self._read_inner(branch, given) for branch in op.branches), strict=True)
+            return [functools.reduce(join_readings, row).losing(index.axes) for row in found]
+        last = op.first_x if isinstance(op, Scan) else len(operands)
+        consts, carry, xs = (
+            operands[: op.num_consts],
+            operands[op.num_consts : last],
+            operands[last:],
+        )
+        rows = [replace(x.bare.losing({d.axis for d in x.dims[0]}), dims=x.dims[1:]) for x in xs]
+        while True:
+            ends: Collection[str] = ()
+            if isinstance(op, While):  # over which ranks run other numbers of iterations
+                ends = self._read_inner(op.cond, [*consts, *carry])[0].axes
+            outputs = self._read_inner(op.body, [*consts, *carry, *rows])
+            pairs = zip(carry, outputs, strict=False)
+            joined = [join_readings(*pair).losing(ends) for pair in pairs]
+            if joined == carry:
+                break
+            carry = joined
+        ys = [replace(y.bare, dims=((), *y.dims)) for y in outputs[len(carry) :]]
+        return [*(carry if isinstance(op, While) else outputs[: len(carry)]), *ys]
+
+
 def _make_type(
     shape: Sequence[int], dtype: torch.dtype, reading: ValueReading, differs: Collection[str],
     axes: Iterable[str],
@@ -157,17 +361,17 @@ def _sizes_of(mesh: Mesh | BoundMesh) -> dict[str, int]:
     return {name: size for name, size in mesh.shape.items() if size > 1}
 
 
-def read_program(program: Code) -> ReadingFlow:
+def read_program(program: Code) -> ProgramReadings:
     """The readings of all values of a program."""
     sizes = _sizes_of(program.mesh)
-    flow = ReadingFlow(sizes, varying(program))
+    flow = ProgramReadings(sizes, varying(program))
     for given in program.inputs:
         flow.add_input(given, sizes)
     flow.read_block(program.block)
     return flow
 
 
-def type_of_value(program: Code, name: str, flow: ReadingFlow) -> ValueType:
+def type_of_value(program: Code, name: str, flow: ProgramReadings) -> ValueType:
     """The type of a value of a program by its name, from the readings of all."""
     values = [*program.block.inputs]
     values += [v for e, _ in program.block.walk() for v in _values_of(e)]
@@ -204,7 +408,7 @@ def _type_while_traced(recorder: Recorder, x: torch.Tensor) -> ValueType:
     block = Block(tuple(each.var for each in inputs), equations, ())
     nothing = tree.structure(())
     code = Code("", Mesh(**scope().traced), block, tuple(inputs), (), nothing, nothing)
-    flow = ReadingFlow(sizes, varying(code), unknown)
+    flow = ProgramReadings(sizes, varying(code), unknown)
     for each in given:
         flow.add_input(each, sizes)
     flow.read_block(block)

@@ -374,7 +374,7 @@ class _Watched(MappedFunction):
                 for shape, (dtype, device) in zip(shapes, kinds, strict=True)
             ])  # fmt: skip
             empty = [next(made) if isinstance(x, torch.Tensor) else x for x in leaves]
-            program = functools.partial(probe._compute, run, structure, None)
+            program = functools.partial(probe._compute, run, structure, None, specs)
             try:
                 run_ranks(program, self._mapped.mesh, empty, specs, check=False)
             except (RuntimeError, KeyError) as error:

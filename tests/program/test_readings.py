@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 
+import pytest
 import torch
 
 import functron as ft
 from functron import Mesh, P, lax
 from functron.program.types import ValueType
-from functron.spmd.spec import local_shape
+from functron.spmd.spec import DimCut, local_shape, take
 
 MESH = Mesh(a=2, b=3)
 RANKS = list(itertools.product(range(2), range(3)))
@@ -159,3 +160,99 @@ def test_parts_put_together_are_the_operation_of_whole_values():
         for kind, number in check_promises(seed).items():
             total[kind] = total.get(kind, 0) + number
     assert min(total[k] for k in ("split", "partial", "varying", "replicated")) > 25, total
+
+
+def decoder_loss(params, tokens, heads, reduce):
+    """The summed loss of a decoder of one layer: of a rank's tokens, heads and hidden features."""
+    x = torch.nn.functional.embedding(tokens, params["embed"])
+    h = torch.nn.functional.layer_norm(x, x.shape[-1:])
+    q, k, v = ((h @ params[name]).unflatten(-1, (heads, -1)).transpose(1, 2) for name in "qkv")
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + reduce(y.transpose(1, 2).flatten(2) @ params["o"])
+    x = x + reduce(torch.nn.functional.silu(x @ params["up"]) @ params["down"])
+    logits = (x @ params["embed"].mT).flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, tokens.flatten(), reduction="sum")
+
+
+def test_shares_of_gradients_put_together_are_the_gradient_of_one_device():
+    mesh = Mesh(a=2, b=2)
+    torch.manual_seed(0)
+    columns, rows = P(None, "b"), P("b")
+    specs = {"q": columns, "k": columns, "v": columns, "o": rows, "up": columns, "down": rows}
+    specs["embed"] = P()
+    params = {name: torch.randn(8, 8, dtype=torch.float64) for name in specs}
+    tokens = torch.randint(8, (4, 5))
+    types: dict[str, ValueType] = {}
+
+    def shares(params, tokens):
+        def loss(params):
+            own = decoder_loss(params, tokens, 2, lambda x: lax.psum(x, "b"))
+            return lax.psum(own, "a")
+
+        return ft.grad(loss)(params)
+
+    def traced(params, tokens):
+        found = shares(params, tokens)
+        types.update(ft.tree.map(ft.typeof, found))
+        return ft.sync_gradients(found, specs)
+
+    def gathered(params, tokens):
+        found = shares(params, tokens)
+        return ft.tree.map(lambda x: lax.all_gather(lax.all_gather(x, "b"), "a"), found)
+
+    ft.trace(ft.shard_map(traced, mesh, (specs, P("a")), specs))(params, tokens)
+    every = ft.shard_map(gathered, mesh, (specs, P("a")), P(), check=False)(params, tokens)
+    want = torch.func.grad(lambda p: decoder_loss(p, tokens, 4, lambda x: x))(params)
+    for name, spec in specs.items():
+        kinds = [at.kind for _, at in types[name].axes]
+        assert kinds == ["partial", "split" if spec else "varying"], (name, types[name])
+        if not spec:  # the same on all ranks of b, as shares of a loss that each has whole
+            continue
+        parts = {c: every[name][c] for c in itertools.product(range(2), range(2))}
+        (got,) = put_together(parts, types[name], ["a", "b"]).values()
+        torch.testing.assert_close(got, want[name], rtol=1e-10, atol=1e-10)
+
+
+SAME_VALUE = {
+    "gather": (lambda x: lax.all_gather(x, "b", tiled=True), P("b")),
+    "gather the minor": (lambda x: lax.all_gather(x, "b", tiled=True), P(("a", "b"))),
+    "gather the major": (lambda x: lax.all_gather(x, "a", tiled=True), P(("a", "b"))),
+    "gather both": (lambda x: lax.all_gather(x, ("a", "b"), tiled=True), P(("a", "b"))),
+    "gather columns": (lambda x: lax.all_gather(x, "b", axis=1, tiled=True), P("a", "b")),
+    "exchange": (lambda x: lax.all_to_all(x, "b", 1, 0, tiled=True), P("b")),
+    "exchange the minor": (lambda x: lax.all_to_all(x, "b", 1, 0, tiled=True), P(("a", "b"))),
+    "exchange the major": (lambda x: lax.all_to_all(x, "a", 1, 0, tiled=True), P(("a", "b"))),
+    "exchange beside another": (lambda x: lax.all_to_all(x, "b", 1, 0, tiled=True), P("b", "a")),
+    "exchange both": (lambda x: lax.all_to_all(x, ("a", "b"), 1, 0, tiled=True), P(("a", "b"))),
+    "take": (lambda x: take(x, (DimCut(-1, ("b",)),)), P("a")),
+    "take of what is split": (lambda x: take(x, (DimCut(-2, ("b",)),)), P("a")),
+    "sum": (lambda x: lax.psum(x.unflatten(1, (2, -1)).sum(1), "b"), P("a", "b")),
+    "scatter rows": (
+        lambda x: lax.psum_scatter(x.unflatten(1, (2, -1)).sum(1), "b", tiled=True), P("a", "b"),
+    ),
+    "scatter rows of two": (
+        lambda x: lax.psum_scatter(x.sum(2), "b", tiled=True), P(None, "a", "b"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAME_VALUE)
+def test_collectives_keep_the_value_that_parts_are_of(case):
+    run, spec = SAME_VALUE[case]
+    x = torch.arange(12.0 * 12 * 6, dtype=torch.float64).reshape(12, 12, 6)
+    types: list[ValueType] = []
+
+    def traced(x):
+        types.append(ft.typeof(run(x)))
+        return lax.psum(lax.axis_index(("a", "b")), ("a", "b"))
+
+    ft.trace(ft.shard_map(traced, MESH, spec, P(), check=False))(x)
+    f = ft.shard_map(
+        lambda x: lax.all_gather(lax.all_gather(run(x), "b"), "a"), MESH, spec, P(), check=False
+    )
+    every = f(x)
+    assert "varying" not in str(types[0])
+    (got,) = put_together({c: every[c] for c in RANKS}, types[0], ["a", "b"]).values()
+    halves = x.unflatten(1, (3, 2, -1)).sum((1, 2))  # of the columns of each rank of b
+    want = {"sum": halves, "scatter rows": halves, "scatter rows of two": x.sum(2)}
+    torch.testing.assert_close(got, want.get(case, x))

@@ -469,6 +469,31 @@ def test_right_calls_pass(traced):
         torch.testing.assert_close(got, X @ X)
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_right_calls_pass_in_transforms(traced):
+    """Derivatives, recomputation, maps and scans: what they cannot tell passes."""
+
+    def program(x, w):
+        def loss(w):
+            y = lax.psum(ft.remat(down)(x, w), "tp")
+            return lax.pmean((y * y).sum(), "dp")
+
+        def body(carry, _):
+            return carry + lax.psum(down(x, w), "tp").sum(), None
+
+        total, _ = ft.scan(body, x.new_zeros(()), None, length=2)
+        rows = torch.func.vmap(lambda row: down(row[None], w)[0])(x)
+        return ft.grad(loss)(w).sum() + total + lax.psum(rows, "tp").sum()
+
+    @ft.debug.typed
+    def whole(x, w) -> Float[Tensor, ""] @ Varying("dp", "tp"):
+        return program(x, w)
+
+    f = mapped(lambda x, w: lax.psum(whole(x, w), AXES), GOOD, P())
+    with ft.debug.check_types():
+        (ft.trace(f) if traced else f)(X, X)
+
+
 def test_nothing_is_checked_unless_asked():
     either(torch.ones(2, 3))
     assert down.__name__ == "down"
