@@ -415,9 +415,10 @@ def _as_tuple(out: Any) -> tuple:
 
 
 def _read_backward(name: str, backward: Gradient | Callable) -> Gradient:
-    rule = backward
-    if not isinstance(rule, Gradient):
-        given = backward
+    if isinstance(backward, Gradient):
+        rule = backward
+    else:
+        given: Callable = backward
 
         def of_all(saved: Sequence, cotangents: tuple) -> Any:
             count, *values = saved
