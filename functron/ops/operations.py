@@ -114,6 +114,10 @@ class Op:
         """The result or results, on the device of the operands; of `define`, by position."""
         return self._call(*args, **kwargs)
 
+    def __reduce__(self) -> Any:
+        own = getattr(self.raw, "functron_own", None)
+        return super().__reduce__() if own is None else own.again
+
 
 def define(
     schema: str,

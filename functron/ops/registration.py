@@ -184,8 +184,8 @@ def register(
             operation is independent along a small letter, so that `functron.partition` may split
             it; of one that results lack, results of parts add up. Along a CAPITAL one it is not.
             ``...`` are leading dims of any number, small ones, which vmap adds to.
-        flops: ``(*args)`` to the FLOPs of `Program.cost`, of meta tensors. None: those of the
-            reference.
+        flops: ``(*args)`` to the FLOPs of `Program.cost`, of meta tensors; `policies.dots` then
+            keeps its results. None: those of the reference.
         partition: the rule of `functron.partition`, a function of the equation, for what `dims`
             cannot say.
 
@@ -203,6 +203,7 @@ def register(
     host = _host(name, plain, kernel)
     for device in devices if kernel is not None else ():
         library.impl(short, functools.partial(host, cuda), _DEVICES[device])
+    given_batch = batch
     gradient = reference if backward is None else _read_backward(name, backward)
     if batch is None:
         batch = _derive_batch(reference, backward is None, parsed, found)
@@ -210,9 +211,24 @@ def register(
         library, short, reference=reference, kernel=host, fake=plain, batch=batch,
         gradient=gradient, bind=functools.partial(_bind, name, found),
     )  # fmt: skip
-    _register_flops(op, reference, flops)
-    op.raw.functron_own = OwnOperation(op, parsed, partition)
+    count = functools.partial(_count_flops, reference, flops)
+    if flops is not None:
+        register_flop_formula(op.raw.overloadpacket, get_raw=True)(count)
+    given = {
+        "kernel": kernel, "devices": tuple(devices), "backward": backward, "batch": given_batch,
+        "dims": dims, "flops": flops, "partition": partition,
+    }  # fmt: skip
+    again = find_or_register, (f"{library.ns}::{short}", reference, given)
+    op.raw.functron_own = OwnOperation(op, parsed, partition, count, again)
     return op
+
+
+def find_or_register(name: str, reference: Callable, given: dict[str, Any]) -> Op:
+    """The operation of this name; registered, if this process has none: as it travels to ranks."""
+    namespace, short = name.split("::")
+    entry = getattr(getattr(torch.ops, namespace), short, None)
+    own = getattr(getattr(entry, "default", None), "functron_own", None)
+    return register(name, reference, **given) if own is None else own.op
 
 
 class OwnOperation(typing.NamedTuple):
@@ -222,11 +238,15 @@ class OwnOperation(typing.NamedTuple):
         op: with its derivative.
         dims: how its dims belong together; None: not said.
         partition: the rule of its equations; None: by `dims`.
+        flops: ``(*args)`` to FLOPs, of meta tensors.
+        again: a function and its arguments, which make the operation in another process.
     """
 
     op: Op
     dims: TensorDims | None
     partition: Callable | None
+    flops: Callable[..., int]
+    again: tuple[Callable, tuple]
 
 
 def _open_library(name: str) -> tuple[torch.library.Library, str]:
@@ -415,9 +435,10 @@ def _as_tuple(out: Any) -> tuple:
 
 
 def _read_backward(name: str, backward: Gradient | Callable) -> Gradient:
-    rule = backward
-    if not isinstance(rule, Gradient):
-        given = backward
+    if isinstance(backward, Gradient):
+        rule = backward
+    else:
+        given: Callable = backward
 
         def of_all(saved: Sequence, cotangents: tuple) -> Any:
             count, *values = saved
@@ -453,16 +474,15 @@ def _derive_batch(
     return batch
 
 
-def _register_flops(op: Op, reference: Callable, flops: Callable | None) -> None:
-    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in args]
-        if flops is not None:
-            return int(flops(*meta))
-        with compat.no_dispatch_modes(), FlopCounterMode(display=False) as counter:
-            reference(*meta)
-        return counter.get_total_flops()
-
-    register_flop_formula(op.raw.overloadpacket, get_raw=True)(count)
+def _count_flops(
+    reference: Callable, flops: Callable | None, *args: Any, out_val: Any = None
+) -> int:
+    meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in args]
+    if flops is not None:
+        return int(flops(*meta))
+    with compat.no_dispatch_modes(), FlopCounterMode(display=False) as counter:
+        reference(*meta)
+    return counter.get_total_flops()
 
 
 def _parse_dims(name: str, text: str, found: _Signature) -> TensorDims:

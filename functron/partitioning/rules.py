@@ -322,7 +322,8 @@ def _glu(equation: Equation) -> PartitionRule:
 
 def _own_operation(equation: Equation) -> PartitionRule | None:
     """An operation that users registered, by its rule or by how its dims belong together."""
-    _, dims, make = cast(Any, equation.op).functron_own
+    own = cast(Any, equation.op).functron_own
+    dims, make = own.dims, own.partition
     if make is not None:
         made = make(equation)
         return made if made.run is not None else replace(made, run=shards.run_registered)

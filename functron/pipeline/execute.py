@@ -158,7 +158,8 @@ class _Execution:
             self.traffic.check(*place, y)
             self.traffic.hand_over("F", action, pipe, stage + 1, y)
         elif self.schedule.has_backward:
-            y = tree.map(torch.Tensor.detach, y)
+            if not compat.differentiating():
+                y = tree.map(torch.Tensor.detach, y)
             self.total = y if self.total is None else tree.map(torch.add, self.total, y)
         else:
             self.results[m] = y

@@ -365,14 +365,14 @@ def equation_flops(equation: Equation) -> int:
             Var, lambda var: var.shape, (equation.args, dict(equation.kwargs))
         )
         return FLOP_FORMULAS[packet](*args, **kwargs)
-    if packet not in flop_registry:
+    own = getattr(equation.op, "functron_own", None)  # of `functron.ops.register`
+    if packet not in flop_registry and own is None:
         return 0
     args, kwargs, outputs = pytree.tree_map_only(
         Var, Var.meta, (equation.args, dict(equation.kwargs), list(equation.outputs))
     )
-    return flop_registry[packet](
-        *args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs)
-    )
+    count = own.flops if own is not None else flop_registry[packet]
+    return count(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs))
 
 
 def sent_bytes(equation: Equation) -> float:

@@ -234,7 +234,9 @@ def _check_pushed(made: Any) -> list:
         if tangent is None and tree.is_float(x):
             moved[i] = torch.zeros_like(x)
         elif tree.is_float(x) and not _is_like(tangent, x):
-            got = f"{tuple(tangent.shape)} {tangent.dtype}" if tree.is_float(tangent) else tangent
+            got: Any = tangent
+            if isinstance(tangent, torch.Tensor):
+                got = f"{tuple(tangent.shape)} {tangent.dtype}"
             raise ValueError(
                 f"{at}: returned a tangent {got} for {path or 'the result'}, {tuple(x.shape)} "
                 f"{x.dtype}; {wanted}; fix: expand or convert it"
@@ -243,7 +245,10 @@ def _check_pushed(made: Any) -> list:
 
 
 def _is_like(tangent: Any, x: torch.Tensor) -> bool:
-    return tree.is_float(tangent) and (tangent.shape, tangent.dtype) == (x.shape, x.dtype)
+    return isinstance(tangent, torch.Tensor) and (tangent.shape, tangent.dtype) == (
+        x.shape,
+        x.dtype,
+    )
 
 
 def _source(leaf: Any, operands: _Tensors, made: list) -> tuple[str, Any]:

@@ -21,8 +21,8 @@ from functron.core.closure import refuse_holders, refuse_orphans
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase
 from functron.program.recorder import keeper, keeping
-from functron.spmd.axes import scope, user_line
-from functron.spmd.simulate import varying_axes
+from functron.spmd.axes import TracedAxis, scope, user_line
+from functron.spmd.simulate import as_share, lacks_share, varying_axes
 from functron.transforms.capture import Relay, unwatched
 from functron.transforms.custom_vjp import custom_vjp
 from functron.transforms.gradient import (
@@ -77,7 +77,7 @@ class _Flat:
     def tangents(self, moved: Sequence) -> tree.Tree:
         """The tree of the results' tangents, with None in place of all other leaves."""
         pool, slots = iter(moved), self.outside
-        values = [next(pool) if one else None for one in self.are_floats]
+        values: list[Any] = [next(pool) if one else None for one in self.are_floats]
         return slots._replace(leaves=[None] * len(slots.leaves)).fill(values)
 
     def take(self, tangents: tuple, name: str) -> list[torch.Tensor]:
@@ -221,7 +221,8 @@ def linearize(f: Callable, *primals: tree.Tree, has_aux: bool = False) -> tuple:
 
     `f` runs once: what is computed of tangents is the transpose of its backward, which keeps what
     `f` computed for as long as the function lives (`remat` and `custom_vjp` compute theirs again).
-    For one tangent `jvp` is cheaper.
+    For one tangent `jvp` is cheaper; in a per-rank program that is traced it is what runs, and
+    compilers merge what is equal.
 
     >>> out, push = ft.linearize(lambda x: x**3, torch.tensor(2.0))
     >>> out, push(torch.tensor(1.0)), push(torch.tensor(2.0))
@@ -244,28 +245,36 @@ def linearize(f: Callable, *primals: tree.Tree, has_aux: bool = False) -> tuple:
     refuse_holders("linearize cannot see into these", "primal", primals)
     flat = _Flat(f, primals, has_aux)
     refuse_orphans("linearize", flat.moving)
-    transpose: Callable = lambda moved, **_: tuple(map(torch.zeros_like, floats))  # noqa: E731
     with _written_out():
-        if flat.moving:
-            made: Any = torch.func.vjp(flat, *flat.moving, has_aux=True)
-            floats, pull, others = made
-            zeros = [torch.zeros_like(x) for x in floats]
-            with in_phase("backward"):
-                transpose = (
-                    torch.func.vjp(lambda *cts: pull(cts), *zeros)[1] if zeros else transpose
-                )
-        else:
-            floats, others = flat()
+        floats, others, linear = _linear(flat)
     out, aux = flat.results(floats, others)
+    are_shares = [not lacks_share(x) for x in floats]
 
     @public
     def push(*tangents: tree.Tree) -> tree.Tree:
         given = tuple(flat.take(tangents, "linearize"))
-        outer = _differentiated_outside(f, (primals, tangents))
         with _written_out():
-            return flat.tangents(transpose(given, retain_graph=True, create_graph=outer))
+            moved = linear(given, _differentiated_outside(f, (primals, tangents)))
+        rows = zip(moved, are_shares, strict=True)
+        return flat.tangents([as_share(x) if is_one else x for x, is_one in rows])
 
     return (out, push, aux) if has_aux else (out, push)
+
+
+def _linear(flat: _Flat) -> tuple[tuple, list, Callable[[tuple, bool], Sequence]]:
+    """Results, the other tensors, and ``(tangents, differentiated again)`` to results' tangents."""
+    traced = any(isinstance(axis, TracedAxis) for axis in scope().axes.values())
+    if traced or not flat.moving:  # a program's check goes by what its operations are
+        return *flat(*flat.moving), lambda given, again: _push(flat, given)[1]
+    made: Any = torch.func.vjp(flat, *flat.moving, has_aux=True)
+    floats, pull, others = made
+    if not floats:
+        return floats, others, lambda given, again: ()
+    zeros = [torch.zeros_like(x) for x in floats]
+    with in_phase("backward"):
+        transpose: Any = torch.func.vjp(lambda *cts: pull(cts), *zeros)[1]
+    keep = {"retain_graph": True}
+    return floats, others, lambda given, again: transpose(given, **keep, create_graph=again)
 
 
 class _Chosen(NamedTuple):

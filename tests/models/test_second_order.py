@@ -51,7 +51,7 @@ def dense(model: str):
 
 
 def forward_over_reverse(f, w, v, specs):
-    return jvp(ft.grad(f), (w,), (v,))[1]
+    return ft.jvp(ft.grad(f), (w,), (v,))[1]
 
 
 def reverse_over_forward(f, w, v, specs):
@@ -124,6 +124,60 @@ def test_traced_and_compiled(form, model, mesh, stream):
     assert_close(program(w, v, batch()), want)
     if model == "gpt2" and mesh.size == 2:  # the simulation of all ranks, compiled
         assert_close(ft.jit(mapped, backend="eager")(w, v, batch()), want)
+
+
+def linearized(f, w, v, specs):
+    return ft.linearize(ft.grad(f), w)[1](v)
+
+
+FEW = replace(LLAMA, num_layers=1)
+RINGS = {
+    "ring": (FEW, Mesh(dp=2, tp=2, cp=2), {}),
+    "remat": (FEW, Mesh(tp=2, cp=2), {"remat": "full"}),
+    "sinks and caps": (
+        replace(FEW, sinks=True, score_cap=5.0, logit_cap=5.0, window=3), Mesh(cp=2), {}
+    ),
+    "kernels": (replace(FEW, qk_norm=True), Mesh(cp=2), {"kernels": ft.ops.use("kernel")}),
+    "gathered at use": (FEW, Mesh(fsdp=2, cp=2), {"gather": True, "remat": "dots"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "life"),
+    [
+        ("ring", forward_over_reverse, "simulated"),
+        ("ring", linearized, "simulated"),
+        ("remat", forward_over_reverse, "traced"),
+        ("remat", reverse_over_forward, "simulated"),
+        ("sinks and caps", forward_over_reverse, "jitted"),
+        ("kernels", reverse_over_forward, "traced"),
+        ("gathered at use", forward_over_reverse, "simulated"),
+    ],
+)
+def test_of_split_sequences(name, form, life):
+    """Keys and values go round, in the transposes of their transposes too."""
+    config, mesh, given = RINGS[name]
+    data = {**batch(), "rows": torch.arange(4)}
+    w = ft.init_params(random.key(0), gpt.defs(config))
+    v = tree.map(lambda x: torch.cos(3 * x + 1), w)
+    grad = torch.func.grad
+    slope = grad(lambda w: gpt.loss(config, w, data))
+    want = grad(lambda w: inner(slope(w), v))(w)
+    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh))
+    stream = SP if mesh["tp"] > 1 else gpt.STREAM
+    given = {**given, **({"gather": ft.Gather(specs)} if "gather" in given else {})}
+    options = ft.ModelOptions(stream=stream, **given)
+
+    def program(w, v, data):
+        made = form(lambda w: gpt.loss(config, w, data, options), w, v, specs)
+        return ft.sync_gradients(made, specs)
+
+    mapped = ft.shard_map(program, mesh, (specs, specs, gpt.batch_specs()), specs)
+    if life == "traced":
+        mapped = ft.trace(mapped)(w, v, data)
+        mapped.check()
+    run = ft.jit(mapped, backend="eager") if life == "jitted" else mapped
+    assert_close(run(w, v, data), want)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(dp=2, tp=2)], ids=str)

@@ -198,6 +198,22 @@ def test_registered_again():
     same((first(X), program(X), second(X, X)), (2 * X, 2 * X, 3 * X * X))
 
 
+def test_travels_to_other_processes(tmp_path):
+    """By value, with what it was registered with; one that knows the name has it already."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    op = ops.register("test_travels", lambda x: 2 * x, kernel=lambda x: 2 * x, devices=("cpu",))
+    (tmp_path / "op").write_bytes(cloudpickle.dumps(lambda x: op(x)))
+    code = (
+        "import pickle, sys, torch, functron as ft; f, g = (pickle.loads("
+        "open(sys.argv[1], 'rb').read()) for _ in range(2)); x = torch.ones(2);"
+        "assert f(x).tolist() == g(x).tolist() == [2, 2];"
+        "assert ft.grad(lambda x: f(x).sum())(x).tolist() == [2, 2];"
+        "assert not hasattr(torch.ops.custom, 'test_travels_2')"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "op")], check=True)
+    assert cloudpickle.loads(cloudpickle.dumps(op)) is op
+
+
 def test_costs_and_memory():
     op = ops.register("test_product", lambda x, w: torch.tanh(x @ w))
     program = ft.trace(lambda x, w: op(x, w))(X, X.T.contiguous())

@@ -794,3 +794,20 @@ def test_a_graph_of_one_stage_is_refused():
         ValueError, match=r"compile\['graph'\]: got True.*a CUDA graph holds a whole"
     ):
         mlp_pipeline(make("gpipe", 2, 2), (1, 1), compile={"graph": True})
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_differentiated_from_outside(name):
+    """The loss had no derivative, in silence; gradients' are products with the Hessian."""
+    config = replace(CONFIG, num_layers=2, dropout=0.0)
+    weights, data, key, _, grads = dense(config, 8)
+    total, v = ft.gpt.num_targets(data), tree.map(lambda x: torch.cos(3 * x + 1), weights)
+    slope = torch.func.grad_and_value(lambda w: gpt.loss(config, w, data, key=key) / total)
+    want_grads, want = torch.func.jvp(slope, (weights,), (v,))[1]
+    mesh = Mesh(pp=2, tp=2)
+    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh))
+    pipeline = decoder(config, make(name, 2, 4), layout_of([1, 1]))
+    run = lambda w: sharded(pipeline, mesh, specs)(w, data, key)
+    assert_equal(ft.jvp(run, (weights,), (v,))[1], (want, want_grads))
+    made = torch.func.grad(lambda w: run(w)[0])(weights)
+    assert_equal((want, made), (want, grads))
