@@ -158,7 +158,7 @@ def check(pred: Any, message: str, *args: Any, **kwargs: Any) -> None:
     """Raise ``ValueError(message.format(*args, **kwargs))`` where `pred` does not hold.
 
     For conditions on numbers, where Python's ``assert`` cannot ask: it works where `print` does,
-    also in traced and compiled programs (as ``checkify`` of JAX, without a wrapper). The error comes
+    also in traced and compiled programs (as JAX's ``checkify``, without a wrapper). The error comes
     from the call of the program, when it is reached, and has the line, the ranks on which `pred`
     fails, and their values. A process raises its own, and the others, that wait for it, end with
     an error as when it had died.
