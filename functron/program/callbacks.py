@@ -116,7 +116,8 @@ def callback(
         TypeError: `fn` is no function; an argument is an object that holds tensors.
         ValueError: `fn` closes over a tensor of the program, whose numbers are not known yet.
     """
-    name = getattr(fn, "__name__", None) or type(getattr(fn, "func", fn)).__name__
+    inner = getattr(fn, "func", fn)  # of a partial
+    name = getattr(fn, "__name__", None) or getattr(inner, "__name__", type(inner).__name__)
     refuse_holders(f"debug.callback at {user_line()}", "argument", (args, kwargs))
     if any(map(_is_unknown, _find_hidden(fn))):
         got, wanted = "a tensor of the program that it closes over", "an argument"
@@ -236,7 +237,8 @@ def breakpoint(**values: Any) -> None:  # noqa: A001  (as jax.debug.breakpoint)
     if any(isinstance(axis, BoundAxis) for axis in scope().axes.values()):
         _refuse_processes(title)
     if active() is not None:
-        stop = functools.partial(_stop_with_values, where)
+        stop: Any = functools.partial(_stop_with_values, where)
+        stop.__name__ = "breakpoint"
         callback(stop, values, ordered=True, coordinate=True)
     elif not compat.faking():
         for name in values:

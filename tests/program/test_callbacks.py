@@ -464,6 +464,12 @@ def test_a_breakpoint_stops_in_the_frame_of_the_user_or_with_values(tmp_path):
     assert any(line.startswith("[tp=1] ") and "stops.py:8" in line for line in shown)
 
 
+def test_a_traced_breakpoint_is_a_callback_of_its_values():
+    program = ft.trace(lambda x: debug.breakpoint(x=x) or x)(X)
+    (stop,) = program.block.equations
+    assert (stop.name, stop.args[0], stop.ordered) == ("debug_callback", "breakpoint", True)
+
+
 def test_another_debugger_is_called(monkeypatch, seen):
     monkeypatch.setattr(sys, "breakpointhook", lambda: seen.append("stopped"))
     debug.breakpoint()
