@@ -253,6 +253,11 @@ def test_a_training_step_uses_every_key_once():
     [
         (lambda: debug.nans(3), TypeError, "f"),
         (lambda: debug.check_key_reuse("f"), TypeError, "f"),
+        (
+            lambda: debug.check_key_reuse(ft.partition(torch.sin, MESH, in_specs=(P(),))),
+            TypeError,
+            "partition, capture or",
+        ),
         (lambda: debug.nans(lambda x: x * x.item())(torch.ones(())), ValueError, "test_faults.py"),
         (lambda: debug.nans(lambda x: x)(x=1), TypeError, "keyword"),
         (lambda: debug.check_key_reuse(lambda x: torch.rand(2))(torch.ones(2)), ValueError, "key"),
