@@ -177,7 +177,7 @@ class Levels:
         self._inputs = inputs or {v: self._lowest(v) for v in block.inputs}
         for equation in block.equations:
             self._add(equation)
-        self._refuse_disorder()
+        self._refuse_disorder(in_scan=inputs is not None)
         self._ends = self._find_ends(block.outputs, wanted)
         self._readers = self._list_readers()
         self._move_earlier()
@@ -200,10 +200,11 @@ class Levels:
             at_hand = max(map(self.available, equation.operands), default=0)
             self._append(equation, self.rule(bits) if bits & ~EFFECT else at_hand)
 
-    def _refuse_disorder(self) -> None:
-        """Refuse ordered effects at several levels, which run apart from one another."""
-        ordered = [e for e in self.level if _holds_ordered(e)]
-        if len({self.level[e] for e in ordered}) < 2:
+    def _refuse_disorder(self, *, in_scan: bool) -> None:
+        """Refuse ordered effects that levels take apart: each runs all iterations of its scans."""
+        ordered = [e for e in self._order if e in self.level and _holds_ordered(e)]
+        levels = [self.level[e] for e in ordered]
+        if len({*levels}) < 2 or (not in_scan and levels == sorted(levels)):
             return
         lines = [e.where.line or "an unknown line" for e in ordered]
         refuse(

@@ -116,7 +116,8 @@ def callback(
         TypeError: `fn` is no function; an argument is an object that holds tensors.
         ValueError: `fn` closes over a tensor of the program, whose numbers are not known yet.
     """
-    name = getattr(fn, "__name__", None) or type(getattr(fn, "func", fn)).__name__
+    inner = getattr(fn, "func", fn)  # of a partial
+    name = getattr(fn, "__name__", None) or getattr(inner, "__name__", type(inner).__name__)
     refuse_holders(f"debug.callback at {user_line()}", "argument", (args, kwargs))
     if any(map(_is_unknown, _find_hidden(fn))):
         got, wanted = "a tensor of the program that it closes over", "an argument"
@@ -158,10 +159,10 @@ def check(pred: Any, message: str, *args: Any, **kwargs: Any) -> None:
     """Raise ``ValueError(message.format(*args, **kwargs))`` where `pred` does not hold.
 
     For conditions on numbers, where Python's ``assert`` cannot ask: it works where `print` does,
-    also in traced and compiled programs (as ``checkify`` of JAX, without a wrapper). The error
-    comes from the call of the program, when it is reached, and has the line, the ranks on which
-    `pred` fails, and their values. A process raises its own, and the others, that wait for it, end
-    with an error as when it had died.
+    also in traced and compiled programs (as JAX's ``checkify``, without a wrapper). The error comes
+    from the call of the program, when it is reached, and has the line, the ranks on which `pred`
+    fails, and their values. A process raises its own, and the others, that wait for it, end with
+    an error as when it had died.
 
     >>> safe_log = ft.jit(lambda x: ft.debug.check((x > 0).all(), "got {}", x.min()) or x.log(),
     ...                   backend="eager")
@@ -236,7 +237,8 @@ def breakpoint(**values: Any) -> None:  # noqa: A001  (as jax.debug.breakpoint)
     if any(isinstance(axis, BoundAxis) for axis in scope().axes.values()):
         _refuse_processes(title)
     if active() is not None:
-        stop = functools.partial(_stop_with_values, where)
+        stop: Any = functools.partial(_stop_with_values, where)
+        stop.__name__ = "breakpoint"
         callback(stop, values, ordered=True, coordinate=True)
     elif not compat.faking():
         for name in values:

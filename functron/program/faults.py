@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from functron.core import compat, tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.random import watching_keys
 from functron.core.scopes import phase
 from functron.program.callbacks import effect_masks
@@ -30,7 +30,7 @@ from functron.program.interpreter import (
     run_in_lockstep,
     watching_numbers,
 )
-from functron.program.recorder import active
+from functron.program.recorder import active, keeper
 from functron.program.text import dtype_text, word
 from functron.program.trace import Program, trace
 from functron.spmd.axes import bind
@@ -313,15 +313,21 @@ def check_key_reuse(f: Callable) -> Callable[..., None]:
     ...     print(str(error).splitlines()[0])
     f uses random keys more than once
 
-    Ranks of a mesh, and elements of a `torch.func.vmap`, may share a key.
+    Ranks of a mesh, and elements of a `torch.func.vmap`, may share a key. Partitioned functions
+    that `f` calls are not looked into.
 
     Args:
         f: a function of positional trees of tensors, as `trace` takes it.
 
     Raises:
         ValueError: (when called) a key is used twice, with both lines; all are listed.
+        TypeError: `f` is itself made by `functron.partition`, `capture` or `intervene`.
     """
     name = getattr(f, "__name__", type(f).__name__)
+    if isinstance(f, MappedFunction) and type(f) is not MappedFunction:
+        got = f"a {type(f).__name__}, which keeps what it made of the function, without keys"
+        fix = "give check_key_reuse the function that partition, capture or intervene was given"
+        refuse("check_key_reuse", name, got, "the function itself", fix, TypeError)
 
     @public
     def checked(*args: tree.Tree) -> None:
@@ -349,8 +355,8 @@ _LIBRARY.impl("use_key", lambda *args: None, "Meta")
 
 def _record_use(sampler: str, key: torch.Tensor, shape: Sequence[int], index: Any) -> None:
     recorder = active()
-    if recorder is None or phase() != "forward":  # backward repeats draws of forward
-        return
+    if recorder is None or keeper() is not None or phase() != "forward":
+        return  # backward repeats draws of forward
     places = [at for at in index or () if at is not None]
     with compat.no_transforms():
         plain = [compat.plain(value) for value in (key, *places)]

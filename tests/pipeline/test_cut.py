@@ -383,6 +383,31 @@ def test_side_effects_run_once_and_as_soon_as_they_can(capsys):
     assert effects == [2, 0, 0]
 
 
+def test_ordered_effects_keep_their_order_or_are_refused(capsys):
+    def joint(seen):
+        def f(w, x, ct):
+            y, pullback = vjp(lambda w, x: torch.tanh(x @ w), w, x)
+            dw, dx = pullback(ct)
+            values = {"y": y, "dx": dx, "dw": dw}
+            for name in seen:
+                ft.debug.print(f"{name} {{:.3f}}", values[name].sum(), ordered=True)
+            return y, dx, dw
+
+        return f
+
+    args = randn(6, 6), randn(5, 6, seed=2), randn(5, 6, seed=3)
+    program = trace(joint(["y", "dx", "dw"]))(*args)
+    run_in_lockstep(program, *args)
+    want = capsys.readouterr().out
+    run(program, cut_program(program, fiw(program)), args)
+    assert capsys.readouterr().out == want
+    backwards = trace(joint(["dx", "y"]))(*args)
+    with pytest.raises(
+        ValueError, match=r"ordered=True at .*test_cut.py.*; fix: leave ordered out"
+    ):
+        cut_program(backwards, fiw(backwards))
+
+
 # --- random programs
 
 

@@ -313,6 +313,26 @@ def test_ordered_callbacks_of_a_scan_are_not_put_off():
     assert late(True) == []
 
 
+def test_compiled_code_calls_between_its_kernels(seen):
+    def step(x):
+        def body(c, row):
+            c = torch.tanh(c + row * 2)
+            debug.callback(keep_in(seen), c, ordered=True)
+            debug.check(c < 0.99, "got {:.3f}", c)
+            return c, None
+
+        return lax.scan(body, x[0] * 0, x)[0]
+
+    f, x = ft.jit(step), torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    step(x)
+    want = list(seen)
+    seen.clear()
+    f(x)
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(want), rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match=r"debug.check at .*test_callbacks.py.*got 0.99"):
+        f(x + 1)
+
+
 # --- checks
 
 
@@ -444,6 +464,12 @@ def test_a_breakpoint_stops_in_the_frame_of_the_user_or_with_values(tmp_path):
     assert any(line.startswith("[tp=1] ") and "stops.py:8" in line for line in shown)
 
 
+def test_a_traced_breakpoint_is_a_callback_of_its_values():
+    program = ft.trace(lambda x: debug.breakpoint(x=x) or x)(X)
+    (stop,) = program.block.equations
+    assert (stop.name, stop.args[0], stop.ordered) == ("debug_callback", "breakpoint", True)
+
+
 def test_another_debugger_is_called(monkeypatch, seen):
     monkeypatch.setattr(sys, "breakpointhook", lambda: seen.append("stopped"))
     debug.breakpoint()
@@ -510,7 +536,7 @@ start = time.monotonic()
 try:
     f(x + 3.5)
 except Exception as error:
-    print(type(error).__name__, "dp=1" in str(error), time.monotonic() - start < 30)
+    print(type(error).__name__, "dp=1" in str(error), time.monotonic() - start < 120)
 """
 
 

@@ -4,10 +4,10 @@ import re
 import types
 
 import jax
-import jax.experimental.key_reuse
 import pytest
 import torch
 from jax import numpy as jnp
+from jax.experimental.key_reuse import _core as jax_key_reuse
 
 import functron as ft
 from functron import Mesh, P, debug, lax, random
@@ -189,11 +189,8 @@ def test_verdicts_are_those_of_jax(case):
     right, f = CASES[case]
     assert is_right(lambda: debug.check_key_reuse(lambda key: f(ours, key))(random.key(0))) == right
 
-    def run():
-        with jax.debug_key_reuse(True):
-            jax.jit(lambda key: f(theirs, key))(jax.random.key(0))
-
-    assert is_right(run) == right
+    check = jax_key_reuse.check_key_reuse
+    assert is_right(lambda: check(lambda key: f(theirs, key), jax.random.key(0))) == right
 
 
 def test_both_lines_are_named():
@@ -256,6 +253,11 @@ def test_a_training_step_uses_every_key_once():
     [
         (lambda: debug.nans(3), TypeError, "f"),
         (lambda: debug.check_key_reuse("f"), TypeError, "f"),
+        (
+            lambda: debug.check_key_reuse(ft.partition(torch.sin, MESH, in_specs=(P(),))),
+            TypeError,
+            "partition, capture or",
+        ),
         (lambda: debug.nans(lambda x: x * x.item())(torch.ones(())), ValueError, "test_faults.py"),
         (lambda: debug.nans(lambda x: x)(x=1), TypeError, "keyword"),
         (lambda: debug.check_key_reuse(lambda x: torch.rand(2))(torch.ones(2)), ValueError, "key"),

@@ -762,3 +762,37 @@ def test_what_cannot_be_started_is_refused():
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="got cuda for 2 ranks on a machine with 0 GPUs"):
             MESH.start("cuda")
+
+
+# --- callbacks, checks and the search for faults
+
+
+def test_what_ranks_call_and_check_comes_to_the_cell(ranks, capsys):
+    factor = 3.0
+
+    def draw(x, coordinate):  # goes by value, with what it closes over
+        print("drawn", coordinate, (x * factor).tolist())
+
+    def program(x, key):
+        ft.debug.callback(draw, x, coordinate=True)
+        ft.debug.check(x < 5, "got {x}", x=x)
+        noise = ft.random.normal(key, (1,), torch.float64)
+        return lax.psum(x.sqrt().sum() + 0 * noise.sum(), "dp")
+
+    f, key = ft.shard_map(program, ranks, (P("dp"), P()), P(), donate=0), ft.random.key(0)
+    x = torch.tensor([1.0, 4.0], dtype=torch.float64)
+    for run in (f, ft.jit(f, backend="eager"), ft.debug.nans(f)):
+        assert run(x, key).item() == 3.0
+        shown = capsys.readouterr().out.splitlines()
+        assert sorted(shown) == [
+            "[rank 0] drawn {'dp': 0} [3.0]",
+            "[rank 1] drawn {'dp': 1} [12.0]",
+        ]
+    ft.debug.check_key_reuse(f)(x, key)
+    with pytest.raises(ValueError, match=r"got tensor\(\[7\.\]") as caught:
+        f(torch.tensor([1.0, 7.0], dtype=torch.float64), key)
+    assert "[dp=1]" in str(caught.value)
+    handle = ft.shard(torch.tensor([1.0, -4.0], dtype=torch.float64), P("dp"), ranks)
+    with pytest.raises(ValueError, match=r"sqrt \(forward\) makes the first .*, on rank dp=1"):
+        ft.debug.nans(f)(handle, key)
+    assert handle.gather().tolist() == [1.0, -4.0]  # not consumed
