@@ -58,7 +58,6 @@ from functron.program.equations import (
     Scan,
     Switch,
     Var,
-    While,
 )
 from functron.program.readings import (
     FILLS,
@@ -241,7 +240,7 @@ class ProgramReadings:
 
     Attributes:
         differs: of every value the axes over which it differs, by that.
-        readings: of every value; of those in a scan, of all its iterations together.
+        readings: of every value; of those in a loop, of all its iterations together.
     """
 
     def __init__(
@@ -302,37 +301,42 @@ class ProgramReadings:
         axes = frozenset().union(*(x.axes for x in operands))
         return ValueReading(((),) * len(value.shape), varying=axes - unknown, unknown=unknown)
 
-    def _read_inner(self, block: Block, given: Sequence[ValueReading]) -> list[ValueReading]:
-        """The readings of the outputs of a block of an equation."""
+    def _read_flow(self, op: ControlFlow, operands: list[ValueReading]) -> list[ValueReading]:
+        """Read blocks; results vary with what chooses a branch, or ends a loop."""
+        if isinstance(op, Scan):
+            return self._read_scan(op, operands)
+        if isinstance(op, Switch):
+            rows = [self._read_outputs(block, operands[1:]) for block in op.branches]
+            found = [functools.reduce(join_readings, each) for each in zip(*rows, strict=True)]
+            return [x.losing(operands[0].axes) for x in found]
+        consts, carry = operands[: op.num_consts], operands[op.num_consts :]
+        while True:
+            (holds,) = self._read_outputs(op.cond, [*consts, *carry])
+            after = self._read_outputs(op.body, [*consts, *carry])
+            pairs = zip(carry, after, strict=True)
+            joined = [join_readings(*pair).losing(holds.axes) for pair in pairs]
+            if joined == carry:
+                return carry
+            carry = joined
+
+    def _read_outputs(self, block: Block, given: Sequence[ValueReading]) -> list[ValueReading]:
         self.readings.update(zip(block.inputs, given, strict=True))
         self.read_block(block)
         return [self.readings[v] if isinstance(v, Var) else ValueReading(()) for v in block.outputs]
 
-    def _read_flow(self, op: ControlFlow, operands: list[ValueReading]) -> list[ValueReading]:
-        """Read branches, and bodies until what the carry has in all iterations repeats."""
-        if isinstance(op, Switch):
-            index, *given = operands
-            found = zip(*(self._read_inner(branch, given) for branch in op.branches), strict=True)
-            return [functools.reduce(join_readings, row).losing(index.axes) for row in found]
-        last = op.first_x if isinstance(op, Scan) else len(operands)
-        consts, carry, xs = (
-            operands[: op.num_consts],
-            operands[op.num_consts : last],
-            operands[last:],
-        )
+    def _read_scan(self, op: Scan, operands: list[ValueReading]) -> list[ValueReading]:
+        """Read the body until what the carry has in all iterations repeats."""
+        consts, carry, xs = op.divide(operands)
         rows = [replace(x.bare.losing({d.axis for d in x.dims[0]}), dims=x.dims[1:]) for x in xs]
+        outputs: list[ValueReading] = []
         while True:
-            ends: Collection[str] = ()
-            if isinstance(op, While):  # over which ranks run other numbers of iterations
-                ends = self._read_inner(op.cond, [*consts, *carry])[0].axes
-            outputs = self._read_inner(op.body, [*consts, *carry, *rows])
-            pairs = zip(carry, outputs, strict=False)
-            joined = [join_readings(*pair).losing(ends) for pair in pairs]
+            outputs = self._read_outputs(op.body, [*consts, *carry, *rows])
+            joined = [join_readings(*pair) for pair in zip(carry, outputs, strict=False)]
             if joined == carry:
                 break
             carry = joined
-        ys = [replace(y.bare, dims=((), *y.dims)) for y in outputs[len(carry) :]]
-        return [*(carry if isinstance(op, While) else outputs[: len(carry)]), *ys]
+        ys = [replace(y.bare, dims=((), *y.dims)) for y in outputs[op.num_carry :]]
+        return [*outputs[: op.num_carry], *ys]
 
 
 def _make_type(
@@ -373,22 +377,18 @@ def read_program(program: Code) -> ProgramReadings:
 
 def type_of_value(program: Code, name: str, flow: ProgramReadings) -> ValueType:
     """The type of a value of a program by its name, from the readings of all."""
-    values = [*program.block.inputs]
-    values += [v for e, _ in program.block.walk() for v in _values_of(e)]
+    blocks = [*program.block.walk_blocks()]
+    values = [v for block in blocks for v in block.inputs]
+    values += [v for block in blocks for e in block.equations for v in e.results]
     wanted = name.removeprefix("%")
     found = next((v for v in values if v.name == wanted), None)
     if found is None:
         fix = nearest(f"%{wanted}", {f"%{v.name}" for v in values})
         title = f"{program.name} has no such value"
         refuse(title, "name", repr(name), "one that its text shows", fix)
-    reading = flow.readings.get(found) or read_whole(found)
+    reading = flow.readings[found]
     axes = _sizes_of(program.mesh)
     return _make_type(found.shape, found.dtype, reading, flow.differs[found], axes)
-
-
-def _values_of(equation: Equation) -> list[Var]:
-    blocks = equation.op.blocks if isinstance(equation.op, ControlFlow) else ()
-    return [*equation.results, *(value for block in blocks for value in block.inputs)]
 
 
 def _type_while_traced(recorder: Recorder, x: torch.Tensor) -> ValueType:

@@ -16,6 +16,7 @@ from functron import Mesh, P, lax, random
 from functron.core.typing import Float, Int, Partial, Shaped, Tensor, Varying, match_dims
 from functron.program.types import AxisType, ValueType
 from functron.spmd.spec import DimCut, join, take
+from tests.transforms.flow_programs import loop, switch
 
 MESH = Mesh(dp=2, tp=2)
 AXES = ("dp", "tp")
@@ -672,6 +673,39 @@ def test_names_that_a_program_lacks_are_refused():
     found = ft.trace(mapped(torch.relu, P("dp")))(X)
     with pytest.raises(ValueError, match=r"got '%rely'; wanted one that its text shows; fix: did "):
         found.typeof("%rely")
+
+
+def flow_program(w, v, x):
+    """A switch of equal readings, one of several, one by ranks' own index, and three loops."""
+    y = torch.relu(x @ w)
+    index = lax.pmax(y.sum(), AXES).long()
+    alike = switch(index, [torch.sin, torch.cos], y)
+    several = switch(index, [lambda y: y @ v, lambda y: y.sum(1)[:, None] + torch.ones(1, 8)], y)
+    own = switch(lax.axis_index("tp"), [torch.sin, torch.cos], y)
+    carried = loop(lambda c: lax.pmax(c.sum(), AXES) < 9.0, lambda c: 2 * c, y)
+    changes = loop(lambda c: lax.pmax(c.sum(), AXES) < 9.0, lambda c: torch.softmax(c, -1), y)
+    ended = loop(lambda c: c.sum() < 9.0, lambda c: 2 * c, y)
+    return alike, several, own, carried, changes, ended
+
+
+FLOW = [
+    "dp: split dim 0, tp: split dim 1",
+    "dp: split dim 0, tp: varying",  # partial in one branch, and not in the other
+    "dp: split dim 0, tp: varying",  # another function on every rank
+    "dp: split dim 0, tp: split dim 1",
+    "dp: split dim 0, tp: varying",
+    "dp: varying, tp: varying",
+]
+
+
+def test_switches_and_loops():
+    f = ft.shard_map(flow_program, MESH, (P(None, "tp"), P("tp"), P("dp")), ROWS, check=False)
+    found = ft.trace(f)(X, X, X)
+    assert [told(found.typeof(each.value.name)) for each in found.outputs] == FLOW
+    inner = [v for block in found.block.walk_blocks() for e in block.equations for v in e.results]
+    assert {at.kind for v in inner for _, at in found.typeof(v.name).axes} == {
+        "replicated", "split", "partial", "varying",
+    }  # fmt: skip
 
 
 # --- a second opinion: spmd_types 0.3.1, by Meta
