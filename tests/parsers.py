@@ -49,6 +49,7 @@ from functron.pipeline.schedule import Schedule
 from functron.precision import Recipe
 from functron.program.parse import parse
 from functron.training import config, records
+from tests.transforms.flow_programs import loop, switch
 
 SLOW_SECONDS = 10.0
 
@@ -180,7 +181,16 @@ def _program_seeds(folder: Path) -> list[bytes]:
     specs = {"up": ft.P(None, "tp"), "down": ft.P("tp", None)}
     step = ft.shard_map(mlp, mesh, in_specs=(specs, ft.P("dp")), out_specs=ft.P("dp"))
     weights = {"up": torch.randn(4, 8), "down": torch.randn(8, 4)}
-    return [str(ft.trace(step)(weights, torch.randn(4, 4))).encode()]
+
+    def flow(i: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = switch(i, [torch.sin, lambda x: x * 2], x)
+        return loop(lambda c: c[1] < 3, lambda c: (c[0] * y, c[1] + 1), (y, i))[0]
+
+    programs = (
+        ft.trace(step)(weights, torch.randn(4, 4)),
+        ft.trace(flow)(torch.tensor(0), torch.ones(4)),
+    )
+    return [str(program).encode() for program in programs]
 
 
 def _text(read: Callable[[str], object]) -> Callable[[Path, bytes], object]:

@@ -86,6 +86,11 @@ class TransformCall:
         """As an operation of torch has."""
         return f"functron::{self.transform}"
 
+    @property
+    def runs(self) -> tuple[tuple[Block, int], ...]:
+        """The body, once, as operations of a program have them."""
+        return ((self.body, 1),)
+
 
 @dataclass(frozen=True, eq=False)
 class DispatchOperation:

@@ -148,14 +148,14 @@ class Block:
         """
         for equation in self.equations:
             yield equation, 1
-            for block, times in equation.op.runs if isinstance(equation.op, ControlFlow) else ():
+            for block, times in getattr(equation.op, "runs", ()):
                 yield from ((inner, count * times) for inner, count in block.walk())
 
     def walk_blocks(self) -> Iterator[Block]:
         """The block itself, then those of its operations, and of theirs."""
         yield self
         for equation in self.equations:
-            for block in equation.op.blocks if isinstance(equation.op, ControlFlow) else ():
+            for block, _ in getattr(equation.op, "runs", ()):
                 yield from block.walk_blocks()
 
 
