@@ -223,7 +223,8 @@ def _apply_pushed(cls: type[Function], interpreter: Any, operands: tuple) -> Any
 
     if not isinstance(out, tuple):
         return dual(out, moved)
-    return tuple(map(dual, out, moved if isinstance(moved, tuple) else (moved,) * len(out)))
+    rows = moved if isinstance(moved, tuple) else (moved,) * len(out)
+    return tuple(dual(*row) for row in zip(out, rows, strict=True))
 
 
 class _PushContext:

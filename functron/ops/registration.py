@@ -94,6 +94,28 @@ class TensorDims(typing.NamedTuple):
     def rows(self) -> tuple[bool, ...]:
         return tuple(text.startswith("...") for text in self.operands)
 
+    def label(
+        self, name: str, given: Sequence[bool], shapes: Sequence[Sequence[int]]
+    ) -> list[tuple[tuple[str, ...], ...]]:
+        """The letters of every dim of the operands that are given and of the results.
+
+        Raises:
+            ValueError: a shape has not so many dims.
+        """
+        words = (*itertools.compress(self.operands, given), *self.results)
+        rows = []
+        for word, shape in zip(words, shapes, strict=True):
+            own = word.removeprefix("...")
+            leading = len(shape) - len(own)
+            if leading < 0 or (leading and own == word):
+                raise ValueError(
+                    f"partition: {name} got a tensor of shape {tuple(shape)} for {word!r} of its "
+                    f"dims; wanted {len(own)} of them{' or more' * (own != word)}; fix: correct "
+                    "dims= of ops.register"
+                )
+            rows.append((*((f"{i - leading}",) for i in range(leading)), *zip(own)))
+        return rows
+
 
 class _Signature(typing.NamedTuple):
     """The parameters of a reference as a schema has them."""
@@ -219,7 +241,7 @@ def register(
         "dims": dims, "flops": flops, "partition": partition,
     }  # fmt: skip
     again = find_or_register, (f"{library.ns}::{short}", reference, given)
-    op.raw.functron_own = OwnOperation(op, parsed, partition, count, again)
+    op.raw.functron_own = OwnOperation(op, parsed, found.tensors, partition, count, again)
     return op
 
 
@@ -237,6 +259,7 @@ class OwnOperation(typing.NamedTuple):
     Attributes:
         op: with its derivative.
         dims: how its dims belong together; None: not said.
+        tensors: the positions of tensors among its arguments.
         partition: the rule of its equations; None: by `dims`.
         flops: ``(*args)`` to FLOPs, of meta tensors.
         again: a function and its arguments, which make the operation in another process.
@@ -244,6 +267,7 @@ class OwnOperation(typing.NamedTuple):
 
     op: Op
     dims: TensorDims | None
+    tensors: Sequence[int]
     partition: Callable | None
     flops: Callable[..., int]
     again: tuple[Callable, tuple]

@@ -323,44 +323,22 @@ def _glu(equation: Equation) -> PartitionRule:
 def _own_operation(equation: Equation) -> PartitionRule | None:
     """An operation that users registered, by its rule or by how its dims belong together."""
     own = cast(Any, equation.op).functron_own
-    dims, make = own.dims, own.partition
-    if make is not None:
-        made = make(equation)
+    if own.partition is not None:
+        made = own.partition(equation)
         return made if made.run is not None else replace(made, run=shards.run_registered)
-    if dims is None:
+    if own.dims is None:
         return None
-    tensors = [
-        i for i, x in enumerate(cast(Any, equation.op)._schema.arguments) if "Tensor" in str(x.type)
-    ]
-    given = [isinstance(equation.args[i], Var) for i in tensors]
-    words = [*itertools.compress(dims.operands, given)]
-    labels = [
-        _label_word(word, value, equation.name)
-        for word, value in zip(
-            (*words, *dims.results), (*equation.operands, *equation.results), strict=True
-        )
-    ]
-    operands, results = labels[: len(words)], labels[len(words) :]
-    letters = {letter for row in operands for dim in row for letter in dim}
-    kept = {letter for row in results for dim in row for letter in dim}
-    whole = {letter for letter in letters if letter.isupper()}
-    combined: dict[str, Reduction] = dict.fromkeys(letters - kept - whole, "sum")
-    return _rule(
-        equation, operands, results, whole=whole, combined=combined, run=shards.run_registered
+    given = [isinstance(equation.args[i], Var) for i in own.tensors]
+    shapes = [value.shape for value in (*equation.operands, *equation.results)]
+    labels = own.dims.label(equation.name, given, shapes)
+    operands, results = labels[: sum(given)], labels[sum(given) :]
+    letters, kept = (
+        {x for row in side for dim in row for x in dim} for side in (operands, results)
     )
-
-
-def _label_word(word: str, value: Var, name: str) -> Labels:
-    """The letters of a value's dims, of which ``...`` has those that are left: numbers."""
-    own, count = word.removeprefix("..."), len(value.shape)
-    leading = count - len(own)
-    if leading < 0 or (leading and own == word):
-        raise ValueError(
-            f"partition: {name} got a tensor of shape {tuple(value.shape)} for {word!r} of its "
-            f"dims; wanted {len(own)} of them{' or more' * (own != word)}; fix: correct dims= of "
-            "ops.register"
-        )
-    return (*((f"{i - leading}",) for i in range(leading)), *((letter,) for letter in own))
+    whole = set(filter(str.isupper, letters))
+    combined: dict[str, Reduction] = dict.fromkeys(letters - kept - whole, "sum")
+    run = shards.run_registered
+    return _rule(equation, operands, results, whole=whole, combined=combined, run=run)
 
 
 def _packed_glu_rule(equation: Equation) -> PartitionRule:

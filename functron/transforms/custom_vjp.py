@@ -55,9 +55,9 @@ def custom_vjp(
     or outputs cost nothing more. Where nothing is differentiated `f` itself runs.
 
     Derivatives of derivatives, in either mode, differentiate the operations of `forward` and
-    `backward`. In forward mode, for which JAX has no rule, tangents are those that `backward` is
-    the transpose of: it is transposed, which costs about as much as two of it, or what `jvp` says.
-    `functron.capture` does not see into them.
+    `backward`. In forward mode, for which JAX has no rule, `backward` is transposed, which costs
+    about as much as two of it; give `jvp` where that is dear, or where `backward` is not linear, as
+    the one below that clips. `functron.capture` does not see into them.
 
     >>> def clipped(residuals, cotangent):
     ...     return (cotangent.clamp(-1, 1),)
