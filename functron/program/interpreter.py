@@ -29,7 +29,13 @@ from functron.core.closure import refuse_orphans, refuse_tracked
 from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.scopes import in_phase, named_scope, set_during
-from functron.program.callbacks import EFFECTS, effect_masks, repeat_effect, run_effect
+from functron.program.callbacks import (
+    EFFECTS,
+    effect_masks,
+    effects_where,
+    repeat_effect,
+    run_effect,
+)
 from functron.program.equations import (
     Block,
     Code,
@@ -480,13 +486,13 @@ def _run_switch(op: Switch, operands: list, mesh: Mesh | None) -> Sequence[Any]:
     index, *rest = operands
     known = _read_numbers(index)
     taken = range(len(op.branches)) if known is None else sorted({*map(op.clamp, known)})
-    results = _run_inner(op.branches[taken[0]], rest, mesh)
-    last = len(op.branches) - 1
-    for branch in taken[1:]:  # an index below the range means the first, one above it the last
-        others = _run_inner(op.branches[branch], rest, mesh)
-        test = torch.ge if branch == last else torch.eq
+    last, results = len(op.branches) - 1, None
+    for branch in taken:  # an index below the range means the first, one above it the last
+        test = torch.ge if branch == last else torch.le if branch == 0 else torch.eq
         (chosen,) = _map_ranks(mesh, test, [index, branch], {})
-        results = _select(chosen, others, results, mesh)
+        with effects_where(*([chosen] if len(taken) > 1 else [])):
+            others = _run_inner(op.branches[branch], rest, mesh)
+        results = others if results is None else _select(chosen, others, results, mesh)
     if len(taken) == 1 and _is_mapped(known, mesh):
         results = _select(index == index, results, results, mesh)
     return results
@@ -506,7 +512,8 @@ def _run_while(op: While, equation: Equation, operands: list, mesh: Mesh | None)
             )
         if known is not None and not any(known):
             return carry
-        after = _run_inner(op.body, [*consts, *carry], mesh)
+        with effects_where(*([] if known and all(known) else [holds])):
+            after = _run_inner(op.body, [*consts, *carry], mesh)
         alike = known and all(known) and not _is_mapped(known, mesh)
         carry = after if alike else _select(holds, after, carry, mesh)
         if known is None:  # of shapes alone

@@ -33,6 +33,7 @@ from functron.core.closure import closed_values, find_tensors, hoist, refuse_hol
 from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.scopes import in_scopes, scope_names
+from functron.program.callbacks import effects_where
 from functron.program.check import ROW_INDEX
 from functron.program.recorder import active
 from functron.spmd.axes import (
@@ -403,7 +404,8 @@ def _run_all(
         f, keep = functions[label], functools.partial(_derive_where, mask)
         hidden, close = hoist(f)
         closed = close([keep(x) for x in hidden]) if hidden else f
-        return _run_branch(what, label, closed, tree.map(keep, operands))
+        with effects_where(mask):
+            return _run_branch(what, label, closed, tree.map(keep, operands))
 
     with _uneven(index, f"the {word} of lax.{what} at {user_line()}"):
         found = {k: run(k, mask) for k, mask in zip(functions, masks, strict=True)}
@@ -626,7 +628,8 @@ def _run_loop(
             else:
                 running = compat.read_number(going)
                 going = True
-            after = _vary_over(advance(carry), varying) if running else carry
+            with effects_where(going):
+                after = _vary_over(advance(carry), varying) if running else carry
             if isinstance(going, torch.Tensor):
                 # also where nothing is left to do, so that the result varies as if there were
                 after = _advance_rows(going, after, carry)

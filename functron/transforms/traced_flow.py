@@ -32,6 +32,7 @@ from functron.core.closure import hoist, refuse_holders
 from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems
 from functron.core.scopes import in_phase
+from functron.program.callbacks import effects_where
 from functron.program.equations import Block, Switch, Var, While
 from functron.program.recorder import Recorder, active, keeper, live_equations
 from functron.spmd.axes import user_line
@@ -392,7 +393,8 @@ class _SwitchProgram:
                 torch.where(chosen, x, x.detach()) if x.is_floating_point() else x
                 for x in values[1:]
             ]
-            rows = function(given)
+            with effects_where(chosen):
+                rows = function(given)
             results = [
                 torch.where(chosen, *pair) for pair in zip(rows, results or rows, strict=True)
             ]
@@ -563,7 +565,9 @@ def _step_where(
 
     def chosen(given: _Tensors) -> list[torch.Tensor]:
         (holds,) = program.holds(given)
-        rows = zip(program.step(given), given[program.num_consts :], strict=True)
+        with effects_where(holds):
+            made = program.step(given)
+        rows = zip(made, given[program.num_consts :], strict=True)
         return [torch.where(holds, new, old) for new, old in rows]
 
     return list(map_level(chosen, size, dims)[0](values))
