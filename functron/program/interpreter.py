@@ -486,7 +486,8 @@ def _run_switch(op: Switch, operands: list, mesh: Mesh | None) -> Sequence[Any]:
     index, *rest = operands
     known = _read_numbers(index)
     taken = range(len(op.branches)) if known is None else sorted({*map(op.clamp, known)})
-    last, results = len(op.branches) - 1, None
+    last = len(op.branches) - 1
+    results: Any = None
     for branch in taken:  # an index below the range means the first, one above it the last
         test = torch.ge if branch == last else torch.le if branch == 0 else torch.eq
         (chosen,) = _map_ranks(mesh, test, [index, branch], {})

@@ -619,7 +619,8 @@ def _run_loop(
     carry = _vary_over(init, varying)
     with contextlib.ExitStack() as inside:
         while True:
-            going = _and(going, holds(carry))
+            with effects_where(going):
+                going = _and(going, holds(carry))
             if not isinstance(going, torch.Tensor):
                 running = going
             elif compat.is_batched(going):
@@ -735,7 +736,6 @@ class _Irreversible(Function):
 
     @staticmethod
     def jvp(ctx, tangent, _) -> Any:
-        compat.refuse_nested_jvp()
         return None if tangent is None else tangent.view_as(tangent)
 
     @staticmethod
