@@ -3,7 +3,8 @@
 `tree` (nested containers with paths), `errors` (messages that teach), `random` (counter-based
 keys), `scopes` (named scopes and phases), `closure` (tensors a function closes over), `settings`
 (configurations in sections, and what fields say of options), `typing` (shapes in signatures),
-`tables` (rows as text and HTML), `chart` (SVG) and `compat` (private names of torch).
+`tables` (rows as text and HTML), `chart` (SVG), `compat` (private names of torch) and `functions`
+(autograd Functions).
 
 `import_lazily` lets a package import its public names when they are first used.
 """

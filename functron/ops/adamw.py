@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems
+from functron.core.functions import Function
 from functron.core.random import Index, fold_in, sample, threefry
 from functron.ops.foreach import laid_out
 from functron.ops.operations import PACK_BYTES, Launch, define, leading, map_one_by_one, type_name

@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional as F
 
 from functron.core import compat
-from functron.core.compat import Function
+from functron.core.functions import Function
 from functron.core.typing import Float, Tensor
 from functron.ops.chunked_attention import (
     CHUNK,

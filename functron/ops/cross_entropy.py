@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from functron.core import compat
-from functron.core.compat import Function
 from functron.core.errors import refuse
+from functron.core.functions import Function
 from functron.core.scopes import in_phase, phase
 from functron.core.typing import Bool, Float, Int, Tensor
 from functron.ops.launch import cuda, usable

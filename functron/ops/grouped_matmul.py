@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems
+from functron.core.functions import Function
 from functron.core.typing import Float, Int, Tensor
 from functron.ops.operations import leading
 

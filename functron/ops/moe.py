@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional as F
 
 from functron.core import compat
-from functron.core.compat import Function
 from functron.core.errors import nearest
+from functron.core.functions import Function
 from functron.core.typing import Tensor
 from functron.ops.launch import usable
 from functron.ops.operations import (

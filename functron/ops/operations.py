@@ -28,8 +28,9 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 import torch
 
 from functron.core import compat, tree
-from functron.core.compat import Function, leading
+from functron.core.compat import leading
 from functron.core.errors import nearest
+from functron.core.functions import Function
 from functron.core.tables import shows_differences
 from functron.core.typing import Tensor
 from functron.ops.launch import NO_DEFINES, KernelArgument, cuda, usable

@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from functron.core import compat, tree
+from functron.core.functions import Function
 from functron.nn import context
 from functron.ops import Op
 from functron.ops import attention as attention_ops
@@ -156,7 +157,7 @@ def overwritten(site: EquationSite, before, after):
     return _Overwritten.apply(before, after)
 
 
-class _Overwritten(compat.Function):
+class _Overwritten(Function):
     generate_vmap_rule = True
 
     @staticmethod

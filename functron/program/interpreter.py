@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 
 from functron.core import compat, tree
 from functron.core.closure import refuse_orphans, refuse_tracked
-from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems, refuse
+from functron.core.functions import Function
 from functron.core.scopes import in_phase, named_scope, set_during
 from functron.program.callbacks import (
     EFFECTS,

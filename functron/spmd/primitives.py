@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from functron.core.compat import Function
+from functron.core.functions import Function
 from functron.spmd.axes import OPS, Axis, BoundAxis, SimulatedAxis, scope
 from functron.spmd.flight import SourceLine
 

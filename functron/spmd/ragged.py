@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from functron.core import compat
-from functron.core.compat import Function, leading
+from functron.core.compat import leading
 from functron.core.errors import public
+from functron.core.functions import Function
 from functron.core.typing import Int, Shaped, Tensor
 from functron.spmd.axes import (
     LIBRARY,

@@ -25,7 +25,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from functron.core import compat, tree
-from functron.core.compat import Function
 from functron.core.errors import (
     ORPHAN,
     ORPHAN_PATTERN,
@@ -34,6 +33,7 @@ from functron.core.errors import (
     is_of_interrupt,
     raise_problems,
 )
+from functron.core.functions import Function
 from functron.spmd.axes import SimulatedAxis, TracedAxis, bind, scope, source_line, user_line
 from functron.spmd.mesh import Mesh
 from functron.spmd.primitives import (

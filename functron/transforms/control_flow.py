@@ -30,8 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
 from functron.core.closure import closed_values, find_tensors, hoist, refuse_holders, refuse_orphans
-from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.core.functions import Function
 from functron.core.scopes import in_scopes, scope_names
 from functron.program.callbacks import effects_where
 from functron.program.check import ROW_INDEX

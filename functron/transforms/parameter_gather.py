@@ -47,8 +47,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from functron.core import compat, tree
-from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems
+from functron.core.functions import Function
 from functron.core.scopes import in_phase, in_scopes, named_scope, phase, scope_names
 from functron.core.tables import shows_differences
 from functron.spmd.axes import Axis, AxisNames, lookup, user_line

@@ -39,8 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from functron.core import compat, tree
 from functron.core.closure import hoist, refuse_holders
-from functron.core.compat import Function
 from functron.core.errors import nearest, public
+from functron.core.functions import Function
 from functron.core.scopes import in_phase, in_scopes, scope_names
 from functron.program.recorder import active, keeper
 from functron.spmd.axes import SimulatedAxis, enter, scope, user_line

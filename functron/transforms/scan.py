@@ -20,8 +20,8 @@ import torch
 
 from functron.core import compat, tree
 from functron.core.closure import find_tensors, hoist, refuse_holders, refuse_orphans
-from functron.core.compat import Function
 from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.core.functions import Function
 from functron.core.scopes import in_phase
 from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
 from functron.program.recorder import Recorder, active, keeper, live_equations

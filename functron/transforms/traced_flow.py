@@ -29,8 +29,8 @@ import torch
 
 from functron.core import compat, tree
 from functron.core.closure import hoist, refuse_holders
-from functron.core.compat import Function
 from functron.core.errors import Problem, raise_problems
+from functron.core.functions import Function
 from functron.core.scopes import in_phase
 from functron.program.callbacks import effects_where
 from functron.program.equations import Block, Switch, Var, While

@@ -37,8 +37,8 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 
 from functron.core import compat
-from functron.core.compat import Function
 from functron.core.errors import Problem, nearest, raise_problems, refuse
+from functron.core.functions import Function
 from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 from functron.nn.layers import (
     ACTIVATIONS,
