@@ -1,4 +1,7 @@
-"""The private torch names that functron relies on, in one place. Checked on torch 2.11 and 2.13."""
+"""The private torch names that functron relies on. Checked on torch 2.11 and 2.13.
+
+Those of autograd Functions are in `functron.core.functions`.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,7 @@ import torch.distributed.distributed_c10d as _c10d
 # process (2.11 to 2.13).
 import torch.distributed.nn.functional
 from torch._C._functorch import TransformType
-from torch._functorch.autograd_function import (
-    custom_function_call,
-)
+from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
     retrieve_current_functorch_interpreter,

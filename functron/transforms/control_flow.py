@@ -539,10 +539,10 @@ def _make_fake(x: Any) -> Any:
     return torch.empty_like(x) if isinstance(x, torch.Tensor) else x
 
 
-VaryingAxes = tuple[tuple[str, ...], ...] | None
+ResultAxes = tuple[tuple[str, ...], ...] | None
 
 
-def _look_ahead(run: Callable[[], tree.Tree], *given: Any) -> VaryingAxes:
+def _look_ahead(run: Callable[[], tree.Tree], *given: Any) -> ResultAxes:
     """The axes over which each result varies, whatever runs, by a run on fake tensors.
 
     It refuses what cannot be, and runs once for the same code and operands. Where nothing is
@@ -560,7 +560,7 @@ def _look_ahead(run: Callable[[], tree.Tree], *given: Any) -> VaryingAxes:
     return _find_varying(probe)
 
 
-def _vary_over(out: tree.Tree, varying: VaryingAxes) -> tree.Tree:
+def _vary_over(out: tree.Tree, varying: ResultAxes) -> tree.Tree:
     leaves, structure = tree.flatten(out)
     for i, names in enumerate(varying or ()):
         for name in set(names) - {*varying_axes(leaves[i])}:
@@ -570,7 +570,7 @@ def _vary_over(out: tree.Tree, varying: VaryingAxes) -> tree.Tree:
 
 
 @functools.lru_cache(1024)
-def _find_varying(probe: _Probe) -> VaryingAxes:
+def _find_varying(probe: _Probe) -> ResultAxes:
     """The axes over which each result varies; None where it cannot be run without numbers."""
     run, probe.run = probe.run, None  # which the cache is not to keep
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -613,7 +613,7 @@ def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) ->
 
 
 def _run_loop(
-    by: str, holds: Callable, advance: Callable, init: tree.Tree, varying: VaryingAxes
+    by: str, holds: Callable, advance: Callable, init: tree.Tree, varying: ResultAxes
 ) -> tree.Tree:
     going: bool | torch.Tensor = True
     carry = _vary_over(init, varying)
