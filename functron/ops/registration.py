@@ -188,7 +188,7 @@ def register(
     operation (``name_2`` in programs): what was traced before keeps the first.
 
     Args:
-        name: of letters, digits and ``_``, or ``"namespace::name"``; texts of programs show it.
+        name: of letters, digits and ``_``, or ``"namespace::name"``; programs show it.
         reference: ``(*args)`` in torch's operations, on any device and floating dtype. Parameters
             are tensors, unless annotated otherwise: float, int, bool, str, ``tuple[int, ...]``, or
             ``Tensor | None``. Several results are annotated, ``-> tuple[Tensor, Tensor]``.
