@@ -58,8 +58,8 @@ def jit(
     >>> double(torch.ones(3))
     tensor([2., 2., 2.])
 
-    Each branch of ``lax.cond`` and ``lax.switch``, and the condition and the body of
-    ``lax.while_loop``, are compiled by themselves, and the host reads which of them runs next: on a
+    Each branch of `lax.cond` and `lax.switch`, and the condition and the body of
+    `lax.while_loop`, are compiled by themselves, and the host reads which of them runs next: on a
     GPU it waits there until that is computed. What rarely differs is cheaper by `torch.where`.
 
     Of what `shard_map` returned over a bound mesh, every rank calls it, and each compiles a part of

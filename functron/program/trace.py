@@ -186,8 +186,8 @@ def trace(
     collectives by axis name and this rank's indices as inputs, so it is the same on every rank.
 
     Where layers are scanned, the graph and the time to trace it do not grow with depth (under
-    torch.func transforms inside the program, scans are unrolled). Branches of ``lax.cond`` and
-    ``lax.switch`` and the blocks of ``lax.while_loop`` are traced once each, and one equation runs
+    torch.func transforms inside the program, scans are unrolled). Branches of `lax.cond` and
+    `lax.switch` and the blocks of `lax.while_loop` are traced once each, and one equation runs
     them; `functron.program.text` shows how they are written.
 
     >>> total = ft.shard_map(lambda x: lax.psum(x, "dp"), ft.Mesh(dp=2), P("dp"), P())

@@ -14,6 +14,7 @@ from functron.ops.cross_entropy import linear_log_sum_exp_and_target
 from functron.program.cost import cost
 from functron.program.memory import memory
 from functron.program.trace import trace
+from functron.spmd import collectives
 from tests.program.measured_memory import measured_peak
 
 TOKENS, EMBED, VOCAB = 7, 4, 50
@@ -226,7 +227,7 @@ def test_ranks_exchange_what_cross_entropy_does(monkeypatch):
             sizes.append((name, x.numel()))
             return collective(x, *args, **kwargs)
 
-        monkeypatch.setattr(lax, name, record)
+        monkeypatch.setattr(collectives, name, record)
     x, w, ids = draw()
     ids = ids.remainder(44)
     mapped = ft.shard_map(

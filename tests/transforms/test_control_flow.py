@@ -19,7 +19,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import functron as ft
 from functron import Mesh, P, lax, shard_map, tree
-from functron.program import equations
 
 SHAPE = {"dp": 2, "tp": 2, "ep": 2}
 ALL = ("dp", "tp", "ep")
@@ -283,7 +282,6 @@ def test_processes_equal_simulated_ranks(torchrun):
 TRACED = [cond_by_rank, cond_partly_agreed, cond_in_scan, cond_in_vmap_agreed, remat_in_cond, fori]
 
 
-@pytest.mark.skipif(not hasattr(equations, "Switch"), reason="no traced branches yet")
 @pytest.mark.parametrize("program", [*TRACED, *LOOPS[:2]], ids=lambda f: f.__name__)
 def test_programs_are_those_that_are_simulated(program):
     specs, given = (P(None, "tp"), P(("dp", "ep"))), pair(program)[3]
