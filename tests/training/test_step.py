@@ -426,7 +426,7 @@ def test_axes_of_local_steps_that_do_not_fit():
         return gpt.loss(CONFIG, params, data, ft.ModelOptions(axes=("cp",)))
 
     take(own, ("cp",))
-    with pytest.raises(ValueError, match=r"the same along 'dp'(.|\n)*do not reduce the loss over"):
+    with pytest.raises(ValueError, match=r"the same along 'dp'(.|\n)*do not reduce it over"):
         take(lambda params, data: gpt.loss(CONFIG, params, data), ("cp",))
     with pytest.raises(ValueError, match="a loss that varies over 'dp'"):
         take(own, None)
