@@ -87,6 +87,7 @@ class Annotate(Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.num_rest = len(inputs) - 2
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, *cotangents) -> Any:
@@ -94,7 +95,8 @@ class Annotate(Function):
 
     @staticmethod
     def jvp(ctx, *tangents) -> Any:
-        return tangents[1].view_as(tangents[1])
+        tangent = tangents[1]  # None where it is of the rest that some have
+        return None if tangent is None else tangent.view_as(tangent)
 
     @staticmethod
     def vmap(info, in_dims, op, x, *rest):

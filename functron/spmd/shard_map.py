@@ -379,8 +379,9 @@ class MappedFunction:
             for i, leaf in enumerate(leaves)
             if _can_count_edits(leaf) and _argument(paths[i]) not in self.donate
         }
-        with JointCall(self.name, self.mesh, alike=True if modes else self._alike) as call:
-            with enter(inner), Donation(call) as donation:
+        joint = JointCall(self.name, self.mesh, alike=True if modes else self._alike)
+        with joint as call, Donation(call) as donation:
+            with enter(inner):
                 given = list(leaves)
                 for i, path in donated.items():
                     given[i] = donation.take(path, leaves[i])
@@ -391,10 +392,10 @@ class MappedFunction:
                 donation.start()
                 compute = self._run_bound if isinstance(self._mapped, BoundMesh) else self._simulate
                 out = compute(given, structure, specs)
-                donation.finish()
             self._refuse_edits(leaves, paths, before)
             if self.observe is not None and not alone:
                 self.observe(args, out)
+            donation.finish()  # last: whatever ends the call before has what was donated restored
         return out
 
     def _find_donated(self, leaves: list, paths: list[str]) -> dict[int, str]:

@@ -199,9 +199,18 @@ torch.library.register_vmap(
 _barrier = torch.ops.functron.barrier.default
 
 
+class _Tie(Annotate):
+    @classmethod
+    def push(cls, primals, tangents) -> Any:
+        op, x, dep = primals
+        # what is computed from tangents alone is told from what forward computed as well
+        moved = None if tangents[1] is None else cls.apply(op, tangents[1], dep)
+        return cls.apply(op, x, dep), moved
+
+
 def tie(x: torch.Tensor, dep: torch.Tensor) -> torch.Tensor:
     """`x`, available only after `dep`; works under torch.func transforms."""
-    out: Any = Annotate.apply(_barrier, x, dep)
+    out: Any = _Tie.apply(_barrier, x, dep)
     return out
 
 
@@ -677,8 +686,12 @@ class _Remat(LevelFunction):
             floats[:] = [i for i, x in enumerate(moved) if x is not None]
             return *out, *(x for x in moved if x is not None)
 
-        pushed = _Program(both, program.memory, compat.innermost_is_grad())
+        # of its own: it has other operands than the backward that runs above this level
+        memory = KeptValues(nothing, needed=program.memory.needed)
+        pushed = _Program(both, memory, compat.innermost_is_grad())
         made: Any = cls.apply(pushed, *operands, *(tangents[1 + i] for i in moving))
+        places = [*range(len(operands)), *moving]
+        program.memory.tied = tuple(dict.fromkeys(places[i] for i in memory.tied))
         out = made[: len(made) - len(floats)]
         return out, tuple(replace_at([None] * len(out), floats, made[len(out) :]))
 
