@@ -258,6 +258,68 @@ def test_remat_saves_memory_of_a_product_with_the_hessian():
     assert least < most / 3
 
 
+def turn(x):
+    for _ in range(3):
+        x = -x
+    return x
+
+
+# what backward ties to its cotangent: an operand without a tangent, and a tangent alone
+TIED = {
+    "integers": lambda L, w, x, ids: L.tanh(x @ w) * (ids * ids + 1)[:, None],
+    "tangents": lambda L, w, x, ids: L.tanh(turn(x) @ w),
+    "both": lambda L, w, x, ids: L.where(ids[:, None] * x < 1, L.tanh(turn(x))[:, ids // 2], w),
+}
+SECOND = {
+    "all": lambda L, g, w, x, dw, dx: L.jvp(L.grad(g), (w, x), (dw, dx))[1],
+    "x": lambda L, g, w, x, dw, dx: L.jvp(lambda x: L.grad(g)(w, x), (x,), (dx,))[1],
+    "mapped": lambda L, g, w, x, dw, dx: L.vmap(
+        lambda dx: L.jvp(lambda x: L.grad(g)(w, x), (x,), (dx,))[1]
+    )(dx[None]),
+    "third": lambda L, g, w, x, dw, dx: L.grad(
+        lambda w: (L.jvp(L.grad(g), (w, x), (dw, dx))[1] ** 2).sum()
+    )(w),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", SECOND)
+@pytest.mark.parametrize("f", TIED)
+@pytest.mark.parametrize("life", ["eager", "traced", "jitted"])
+def test_remat_of_operands_that_backward_ties(f, mode, life):
+    def derive(L, w, x, ids, dw, dx):
+        layer = L.remat(functools.partial(TIED[f], L))
+        return SECOND[mode](L, lambda w, x: (layer(w, x, ids) ** 2).sum(), w, x, dw, dx)
+
+    (dw, dx), ids = TANGENTS, np.arange(4)
+    args = W["up"][:, :4], X, ids, dw["up"][:, :4], dx
+    want = jax.jit(functools.partial(derive, jax_side))(*args)
+    ours, given = functools.partial(derive, torch_side), to_torch(args)
+    if life == "traced":
+        same(ft.trace(ours)(*given)(*given), want)
+    else:
+        same((ft.jit(ours, backend="eager") if life == "jitted" else ours)(*given), want)
+
+
+def test_what_remat_recomputes_with_tangents_depends_on_the_cotangent():
+    """So that no compiler merges it with forward: tangents too, which are computed by themselves."""
+
+    def f(w, x):
+        return torch.tanh(turn(x) @ w)
+
+    gradient = ft.grad(lambda w, x: ft.remat(f)(w, x).square().sum(), (0, 1))
+    w, x = W_T["up"], X_T
+    program = ft.trace(lambda *tangents: ft.jvp(gradient, (w, x), tangents))(w, x)
+    equations = [equation for equation, _ in program.block.walk()]
+    after = {e.results[0] for e in equations if e.name == "barrier"}
+    again = [e for e in equations if e.where.phase == "recompute" and e.name != "barrier"]
+    assert {"neg", "mm", "tanh"} <= {e.name for e in again}
+    for equation in again:
+        if equation.operands and not equation.aliases:
+            assert after & set(equation.operands), equation.name
+        if after & set(equation.operands):
+            after |= set(equation.results)
+
+
 @pytest.mark.parametrize("name", ["plain", "remat", "custom_vjp", "custom_jvp"])
 def test_in_a_partitioned_function(name):
     """Written out, where calls of transforms would have stayed whole."""
