@@ -188,10 +188,12 @@ class Processes:
         self.ranks = sorted([*kept, *new.values()], key=lambda rank: rank.number)
 
     def _spawn(self, number: int, address: Any) -> subprocess.Popen:
+        # as torchrun does: ranks that each start a thread for every core wait for one another
+        threads = {"OMP_NUM_THREADS": "1"} if self._hosts.num_local > 1 else {}
         process = subprocess.Popen(
             [sys.executable, "-P", "-u", "-c", _PROGRAM],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True,
+            start_new_session=True, env=threads | os.environ,
         )  # fmt: skip
         assert process.stdin is not None
         given = {
