@@ -23,6 +23,7 @@ from functron.core.errors import (
 )
 from functron.core.scopes import watchers
 from functron.core.tables import Table, shows_table
+from functron.program.check import refuse_divided
 from functron.program.equations import TensorType, canonical_strides
 from functron.program.overlap import divide_sequences
 from functron.program.recorder import active
@@ -214,6 +215,7 @@ class Jitted:
             if len(entries) == self.num_signatures:
                 self._refuse_more([entry.arguments for entry in entries.values()], args)
             program = self.trace(*args)
+            refuse_divided(program)
             self._check_parts(program)
             mesh = self.fn.mesh if isinstance(self.fn, MappedFunction) else None
             bound = mesh if isinstance(mesh, BoundMesh) else None

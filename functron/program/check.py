@@ -90,6 +90,17 @@ def check(program: Code) -> None:
     )
 
 
+def refuse_divided(program: Code) -> None:
+    """Raise ValueError for collectives in branches and loops that some of their ranks never reach.
+
+    This part of `check` holds for whatever runs a program, however it was mapped.
+    """
+    equations = (e for block in program.block.walk_blocks() for e in block.equations)
+    if any(isinstance(equation.op, Switch | While) for equation in equations):
+        title = f"{program.name} would not end on the processes of Mesh({program.mesh})"
+        raise_problems(title, dict.fromkeys(_Inference(program).divided))
+
+
 class _Inference:
     """One pass over a program.
 

@@ -314,7 +314,10 @@ def check_key_reuse(f: Callable) -> Callable[..., None]:
     f uses random keys more than once
 
     Ranks of a mesh, and elements of a `torch.func.vmap`, may share a key. Partitioned functions
-    that `f` calls are not looked into.
+    that `f` calls are not looked into. Not found, where JAX finds it: a key that a loop or branch
+    returns besides drawing with it (as a carry, or among ys), or draws with after it has returned
+    parts of it; rows of keys that `functron.lax.map` draws with and that are used again; and keys
+    that are chosen by a number (``select_n``, ``dynamic_index_in_dim``) and used beside it.
 
     Args:
         f: a function of positional trees of tensors, as `trace` takes it.

@@ -197,6 +197,11 @@ def active() -> Recorder | None:
     return _active.get()
 
 
+def not_recording() -> AbstractContextManager[None]:
+    """Run a with block without recording it."""
+    return set_during(_active, None)
+
+
 _keeper: contextvars.ContextVar[Any] = contextvars.ContextVar("functron_keeper", default=None)
 _origin: contextvars.ContextVar[str] = contextvars.ContextVar("functron_origin", default="")
 

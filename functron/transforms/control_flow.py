@@ -35,7 +35,7 @@ from functron.core.functions import Function
 from functron.core.scopes import in_scopes, scope_names
 from functron.program.callbacks import effects_where
 from functron.program.check import ROW_INDEX
-from functron.program.recorder import active
+from functron.program.recorder import active, not_recording
 from functron.spmd.axes import (
     BoundAxis,
     SimulatedAxis,
@@ -575,7 +575,7 @@ def _find_varying(probe: _Probe) -> ResultAxes:
     run, probe.run = probe.run, None  # which the cache is not to keep
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with compat.no_dispatch_modes(), fake, torch.no_grad():
+        with not_recording(), compat.no_dispatch_modes(), fake, torch.no_grad():
             return tuple(varying_axes(x) for x in tree.leaves(run()))
     except RuntimeError:  # of a function that reads numbers, or calls itself
         return None
@@ -596,7 +596,10 @@ def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) ->
         return _fit_carry(what, carry, body_fun(carry))
 
     by = f"the predicate of lax.{what} at {user_line()}"
+    look = lambda: _run_fake_loop(by, holds, advance, tree.map(_make_fake, init))  # noqa: E731
     if (recorder := active()) is not None:
+        if any(isinstance(axis, SimulatedAxis) for axis in scope().axes.values()):
+            _look_ahead(look, what, *functions, init)  # of a simulation that is compiled
         last = trace_while(recorder, lambda carry: torch.as_tensor(holds(carry)), advance, init)
     elif compat.proxies_active():
         got, wanted = "a trace by make_fx, as of torch.func.linearize", "one by functron.trace"
@@ -604,7 +607,6 @@ def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) ->
     elif compat.faking():
         last = _run_fake_loop(by, holds, advance, init)
     else:
-        look = lambda: _run_fake_loop(by, holds, advance, tree.map(_make_fake, init))  # noqa: E731
         varying = _look_ahead(look, what, *functions, init)
         last = _run_loop(by, holds, advance, init, varying)
         if compat.pushing_forward():

@@ -106,6 +106,7 @@ def _check_carry(before: tree.Tree, after: tree.Tree) -> None:
                 "cast or reshape it in the scanned function",
             )
             for path, old, new in zip(tree.paths(before), tree.leaves(before), rows, strict=True)
+            if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
             if (old.shape, old.dtype) != (new.shape, new.dtype)
         ],
     )
@@ -507,7 +508,9 @@ def _run_steps(
     carry, ys = init, []
     for step in range(len(names))[:: -1 if reverse else 1]:
         with watched_scope(names[step]):
-            carry, y = f(carry, tree.unflatten(structure, [column[step] for column in slices]))
+            after, y = f(carry, tree.unflatten(structure, [column[step] for column in slices]))
+        _check_carry(carry, after)
+        carry = after
         ys.append(y)
     rows = ys[::-1] if reverse else ys
     return carry, tree.map(lambda *rows: torch.stack(rows), *rows) if rows else None

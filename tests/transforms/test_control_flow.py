@@ -689,6 +689,21 @@ def test_collectives_that_not_all_ranks_come_to_are_refused(name, check):
         assert words in str(told.value)
 
 
+@pytest.mark.parametrize("name", UNEVEN)
+def test_simulations_that_are_compiled_refuse_them_too(name):
+    f = shard_map(UNEVEN[name], Mesh(dp=2, tp=2), P(("dp", "tp")), P(("dp", "tp")))
+    with pytest.raises(ValueError, match="may not all come to"):
+        ft.jit(f, backend="eager")(torch.from_numpy(random(8)))
+
+
+@pytest.mark.parametrize("name", [name for name in UNEVEN if name != "rows"])
+def test_programs_that_would_not_end_are_not_run(name):
+    f = shard_map(UNEVEN[name], Mesh(dp=2, tp=2), P(("dp", "tp")), P(("dp", "tp")), check=False)
+    x = torch.from_numpy(random(8))
+    with pytest.raises(ValueError, match="would not end on the processes"):
+        ft.trace(f)(x)(x)
+
+
 def test_a_program_tells_of_rows_that_choose_apart():
     """In a trace too, where rows of a vmap meet other ranks in a branch."""
     specs = Mesh(dp=2, tp=2), P(("dp", "tp")), P(("dp", "tp"))

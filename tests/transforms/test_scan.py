@@ -45,6 +45,26 @@ def test_ys_may_be_none():
     assert ys is None
 
 
+@pytest.mark.parametrize(
+    ("f", "init", "words"),
+    [
+        (
+            lambda c, x: (c + torch.ones(4), None),
+            torch.zeros(()),
+            r"carry: got \(4,\) .* wanted \(\)",
+        ),
+        (lambda c, x: (c + x, None), torch.tensor(0), r"got \(\) torch.float32 .* torch.int64"),
+        (lambda c, x: ({"a": c["a"] + x.double()}, None), {"a": torch.ones(())}, "carry/a: got"),
+        (lambda c, x: ([c[0] + x], None), (torch.ones(()),), "structure"),
+    ],
+)
+def test_a_carry_that_changes_is_refused_as_in_a_trace(f, init, words):
+    xs = torch.arange(4.0)
+    for run in (ft.scan, ft.trace(lambda init, xs: ft.scan(f, init, xs))):
+        with pytest.raises(ValueError, match=words):
+            run(*((f, init, xs) if run is ft.scan else (init, xs)))
+
+
 def test_errors():
     xs = {"a": torch.ones(3, 2), "b": torch.ones(4), "c": torch.ones(())}
     with pytest.raises(ValueError, match=r"(?s)xs/b: got shape \(4,\).*xs/c: got shape \(\)"):
