@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Iterator
-from typing import Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 Phase = Literal["forward", "recompute", "backward"]
 T = TypeVar("T")
@@ -20,14 +20,21 @@ _names: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
 _phase: contextvars.ContextVar[Phase] = contextvars.ContextVar("functron_phase", default="forward")
 
 
-@contextlib.contextmanager
-def set_during(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
-    """Give a context variable a value in this with block, whatever ends it."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
+class set_during(Generic[T]):  # noqa: N801  (called as a function)
+    """Give a context variable a value in this with block, whatever ends it.
+
+    No generator: of one that Ctrl-C leaves unfinished Python runs the end when it is freed, after
+    the blocks around it have ended, and that would give the variable their value for good.
+    """
+
+    def __init__(self, variable: contextvars.ContextVar[T], value: T):
+        self._variable, self._value = variable, value
+
+    def __enter__(self) -> None:
+        self._token = self._variable.set(self._value)
+
+    def __exit__(self, *error: object) -> None:
+        self._variable.reset(self._token)
 
 
 @contextlib.contextmanager

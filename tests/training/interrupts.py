@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import random as numbers
 import sys
 import time
@@ -133,9 +134,9 @@ def check(way: str, count: int, seed: int = 0) -> dict[str, int]:
     points += [lines - draw.randrange(lines // 4) for _ in range(count - len(points))]
     for point in points:
         state = fresh()
-        try:
+        try:  # in a context of its own: the outermost scope has no scope around it that ends it
             with interrupted(point):
-                step(state, data)
+                contextvars.copy_context().run(step, state, data)
         except KeyboardInterrupt:
             what = look_at(state, fresh())
         else:  # it came where torch asks from C++, and swallows what Python raises
