@@ -234,7 +234,7 @@ def readable(value: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
     """Run a with block as if nothing were being traced or transformed around it."""
-    with set_during(_active, None), compat.no_transforms(), compat.no_dispatch_modes():
+    with not_recording(), compat.no_transforms(), compat.no_dispatch_modes():
         yield
 
 

@@ -498,7 +498,8 @@ def _type_here(x: Any, shape: tuple, dtype: torch.dtype) -> ValueType:
         reading = read_spec(spec or P(), len(shape), {name: a.size for name, a in axes.items()})
         differs: Collection[str] = spec_axes(spec or P())
         if not bound:
-            differs = [name for name, a in axes.items() if tensor and a.varies(x)]  # type: ignore
+            simulated = [axis for axis in axes.values() if isinstance(axis, SimulatedAxis)]
+            differs = [axis.name for axis in simulated if tensor and axis.varies(x)]
         elif spec is None:
             reading = replace(reading, unknown=frozenset(axes))
         return _make_type(shape, dtype, reading, differs, axes)

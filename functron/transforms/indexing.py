@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import NoReturn, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 
@@ -204,25 +204,25 @@ def _check_operand(name: str, operand: torch.Tensor, *update: torch.Tensor) -> N
     for path, x in rows[1:]:
         if x.dtype != operand.dtype:
             wanted, fix = f"{operand.dtype}, as operand has", f"update.to({operand.dtype})"
-            _refuse(name, path, x.dtype, wanted, fix, TypeError)
+            refuse(_title(name), path, x.dtype, wanted, fix, TypeError)
 
 
 def _check_sizes(name: str, operand: torch.Tensor, sizes: Sequence[int], what: str) -> None:
     shape = tuple(operand.shape)
     if len(sizes) != len(shape):
         got, wanted = f"{len(sizes)} sizes, {tuple(sizes)}", f"one for each dim of {shape}"
-        _refuse(name, what, got, wanted, "give those of whole dims, too")
+        refuse(_title(name), what, got, wanted, "give those of whole dims, too")
     for dim, (size, room) in enumerate(zip(sizes, shape, strict=True)):
         if not 0 <= size <= room:
             wanted = f"0 to {room}, as operand has shape {shape}"
-            _refuse(name, what, f"{size} in dim {dim}", wanted)
+            refuse(_title(name), what, f"{size} in dim {dim}", wanted)
 
 
 def _find_dim(name: str, operand: torch.Tensor, axis: int) -> int:
     num = operand.dim()
     if not -num <= axis < num:
         wanted = f"{-num} to {num - 1}" if num else "an operand with dims"
-        _refuse(name, "axis", axis, f"{wanted}, as operand has shape {tuple(operand.shape)}")
+        refuse(_title(name), "axis", axis, f"{wanted}, as operand has shape {tuple(operand.shape)}")
     return axis % num
 
 
@@ -232,11 +232,11 @@ def _split_indices(
     if isinstance(starts, torch.Tensor):
         if starts.dim() != 1:
             got, wanted = f"shape {tuple(starts.shape)}", f"shape {(operand.dim(),)}"
-            _refuse(name, "start_indices", got, wanted, "one index for each dim of operand")
+            refuse(_title(name), "start_indices", got, wanted, "one index for each dim of operand")
         starts = list(starts.unbind())
     if len(starts) != operand.dim():
         got, wanted = f"{len(starts)} indices", f"one for each dim of {tuple(operand.shape)}"
-        _refuse(name, "start_indices", got, wanted, "give 0 for dims that are whole")
+        refuse(_title(name), "start_indices", got, wanted, "give 0 for dims that are whole")
     return [_check_index(name, f"start_indices/{i}", one) for i, one in enumerate(starts)]
 
 
@@ -246,19 +246,12 @@ def _check_index(name: str, path: str, index: object) -> RowIndex:
         if index.dim() or index.is_floating_point() or index.dtype == torch.bool:
             got = f"a tensor of shape {tuple(index.shape)} and {index.dtype}"
             fix = "take .to(torch.int64), and torch.func.vmap over several"
-            _refuse(name, path, got, wanted, fix, TypeError)
+            refuse(_title(name), path, got, wanted, fix, TypeError)
         return index
     if isinstance(index, bool) or not isinstance(index, SupportsIndex):
-        _refuse(name, path, repr(index), wanted, "", TypeError)
+        refuse(_title(name), path, repr(index), wanted, "", TypeError)
     return operator.index(index)
 
 
-def _refuse(
-    name: str,
-    path: str,
-    got: object,
-    wanted: str,
-    fix: str = "",
-    error: type[Exception] = ValueError,
-) -> NoReturn:
-    refuse(f"{name} at {user_line()}", path, got, wanted, fix, error)
+def _title(name: str) -> str:
+    return f"{name} at {user_line()}"

@@ -1,4 +1,4 @@
-"""What types promise: ranks' parts, put together as they say, are the operation of whole values."""
+"""The promise of types: ranks' parts, put together as they say, are the operation of whole values."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def told(type_: ValueType) -> str:
 
 
 def types_of(program, *args, in_specs=BOTH, mesh=MESH, traced=True):
-    """What `program`, given `note(name, value)`, has of its values, in a trace or in simulation."""
+    """The types of the values that `program` notes, by `note(name, value)`, traced or simulated."""
     seen: dict[str, str] = {}
 
     def note(name, value):

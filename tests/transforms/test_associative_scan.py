@@ -20,7 +20,7 @@ from torch.func import jvp, vmap
 
 import functron as ft
 from functron import Mesh, P, lax
-from functron.program.interpreter import run_in_lockstep
+from tests.transforms.lives import LIVES
 
 ROWS = 2  # sequences, that programs are mapped or scanned over
 
@@ -99,17 +99,6 @@ def program(name, mesh, axis, reverse, context):
         return scan(x), *ft.sync_gradients(derivatives, [spec] * len(derivatives))
 
     return ft.shard_map(local, mesh, (spec, spec), spec)
-
-
-def in_lockstep(fn):
-    return lambda *args: run_in_lockstep(ft.trace(fn)(*args), *args)
-
-
-LIVES = {
-    "simulated": lambda fn: fn,
-    "traced": in_lockstep,
-    "jitted": functools.partial(ft.jit, backend="eager"),
-}
 
 
 @pytest.mark.pairwise

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 import functron as ft
 from functron import Mesh, P, lax
-from functron.program.interpreter import run_in_lockstep
+from tests.transforms.lives import LIVES
 
 SHAPE = {"dp": 2, "tp": 2, "ep": 2}
 ALL = tuple(SHAPE)
@@ -100,17 +100,6 @@ def expected(case):
     )  # fmt: skip
     with jax.enable_x64(True):
         return jax.tree.map(np.asarray, jax.jit(program)(X, U, INDICES, V))
-
-
-def in_lockstep(fn):
-    return lambda *args: run_in_lockstep(ft.trace(fn)(*args), *args)
-
-
-LIVES = {
-    "simulated": lambda fn: fn,
-    "traced": in_lockstep,
-    "jitted": functools.partial(ft.jit, backend="eager"),
-}
 
 
 @pytest.mark.pairwise

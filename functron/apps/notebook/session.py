@@ -463,9 +463,9 @@ class StartedMesh(NamedAxes):
                        "a value that every rank has a part of",
                        "collect it on the ranks: mesh.run(ft.pipeline.collect, ...)")  # fmt: skip
             parts: dict[tuple, int] = {}
-            whole = sharding.windows(tuple(handle.shape), handle.spec, self.mesh)
+            windows = sharding.windows(tuple(handle.shape), handle.spec, self.mesh)
             for rank in sorted(living.intersection(handle._kind.local or living)):
-                parts.setdefault(whole[rank], rank)
+                parts.setdefault(windows[rank], rank)
             places.append(parts)
             for rank in parts.values():
                 wanted.setdefault(rank, []).append(for_rank(handle._number, rank))
