@@ -520,14 +520,12 @@ class StartedMesh(NamedAxes):
 
     def _cut(self, value: torch.Tensor, spec: P) -> list[Packed]:
         """The shards of a tensor, in the order of ranks."""
+        whole = Packed.of(value)
         if not sharding.spec_axes(spec):
-            return [Packed.of(value)] * self.size
-        made: dict[tuple, Packed] = {}
-        parts = sharding.windows(tuple(value.shape), spec, self.mesh)
-        for part in parts:
-            if part not in made:
-                made[part] = Packed.of(value[tuple(slice(*ends) for ends in part)])
-        return [made[part] for part in parts]
+            return [whole] * self.size
+        windows = sharding.windows(tuple(value.shape), spec, self.mesh)
+        parts = {window: whole.part(window) for window in dict.fromkeys(windows)}
+        return [parts[window] for window in windows]
 
     def _number(self, count: int) -> int:
         self._numbers += count
@@ -696,14 +694,8 @@ class StartedMesh(NamedAxes):
         consumed = [leaves[i] for i in plan.consumed]
         given_up = [handle._number for handle in consumed]
         first = self._numbers
-        calls = {}
-        for rank in range(self.size):
-            if not plan.same or rank == 0:
-                mine = sent if plan.same else [for_rank(leaf, rank) for leaf in sent]
-                gone = given_up if plan.same else [for_rank(each, rank) for each in given_up]
-                call = Call(key, plan.arguments, mine, plan.moves, gone, first, function.sums)
-                requests = [*self._pending, ("call", (call,))]
-            calls[rank] = requests
+        call = Call(key, plan.arguments, sent, plan.moves, given_up, first, function.sums)
+        calls = self._deal(call, plan)
         try:
             answers = self._processes.ask(calls, self._freed())
             self._pending = []
@@ -726,6 +718,26 @@ class StartedMesh(NamedAxes):
         for handle in consumed:
             handle._fate = fate
         return self._results_of(function, plan, {n: a[-1].value for n, a in answers.items()}, first)
+
+    def _deal(self, call: Call, plan: Plan) -> dict[int, list[tuple[str, tuple]]]:
+        """The requests of each rank: what all are sent is pickled once."""
+        if plan.same:
+            shared = pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
+            requests = [*self._pending, ("call", (shared, {}, None))]
+            return {rank: requests for rank in range(self.size)}
+        by_rank = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, (list, dict))}
+        leaves = [None if i in by_rank else leaf for i, leaf in enumerate(call.leaves)]
+        gone = call.consumed if any(isinstance(each, dict) for each in call.consumed) else None
+        shared = pickle.dumps(
+            call._replace(leaves=leaves, consumed=[] if gone else call.consumed),
+            protocol=pickle.HIGHEST_PROTOCOL,
+        )
+        calls = {}
+        for rank in range(self.size):
+            own = {i: for_rank(leaf, rank) for i, leaf in by_rank.items()}
+            mine = gone and [for_rank(each, rank) for each in gone]
+            calls[rank] = [*self._pending, ("call", (shared, own, mine))]
+        return calls
 
     def _encode(self, name: str, plan: Plan, index: int, leaf: Any) -> Any:
         """A leaf as it is sent: a list of one for each rank, or the same for all."""

@@ -18,7 +18,9 @@ import sys
 import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -35,6 +37,7 @@ cloudpickle: Any = _cloudpickle
 _Pickler: Any = pickle.Pickler if cloudpickle is None else cloudpickle.Pickler
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
+_INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32})  # by their bytes
 _MANY_BYTES = 1 << 16  # of a value whose changes are not looked for
 
 
@@ -46,25 +49,28 @@ def require_cloudpickle() -> None:
 
 
 class Packed(NamedTuple):
-    """A tensor's numbers on the way between processes."""
+    """A tensor's numbers on the way between processes: integers where numpy lacks the dtype."""
 
     numbers: np.ndarray
     dtype: torch.dtype
-    shape: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Packed:
-        """A copy of the numbers of a tensor of any device."""
+        """The numbers of a tensor of any device; one of a CPU may share its memory."""
         plain = tensor.detach().cpu().contiguous()
-        numbers = plain.reshape(-1).view(torch.uint8) if plain.numel() else plain.new_empty(0)
-        return cls(numbers.numpy(), plain.dtype, tuple(plain.shape))
+        try:
+            return cls(plain.numpy(), plain.dtype)
+        except TypeError:
+            return cls(plain.view(_INTEGERS[plain.itemsize]).numpy(), plain.dtype)
+
+    def part(self, window: tuple[tuple[int, int], ...]) -> Packed:
+        """A copy of the numbers between the ends of each dim."""
+        return self._replace(numbers=self.numbers[tuple([slice(*ends) for ends in window])].copy())
 
     def tensor(self) -> torch.Tensor:
         """A tensor with memory of its own."""
-        if not self.numbers.size:
-            return torch.empty(self.shape, dtype=self.dtype)
         writable = self.numbers if self.numbers.flags.writeable else self.numbers.copy()
-        return torch.from_numpy(writable).view(self.dtype).reshape(self.shape)
+        return torch.from_numpy(writable).view(self.dtype)
 
 
 class UsedValue(NamedTuple):
@@ -73,6 +79,7 @@ class UsedValue(NamedTuple):
     Attributes:
         read: returns it as it is now.
         value: what was found.
+        fixed: it cannot be changed in place.
         state: of a value that may be changed in place; see `_state`.
         looked: objects that the state tells apart by their identity, which they keep while they are
             here.
@@ -80,6 +87,7 @@ class UsedValue(NamedTuple):
 
     read: Callable[[], Any]
     value: Any
+    fixed: bool
     state: Any
     looked: list[Any]
 
@@ -87,7 +95,7 @@ class UsedValue(NamedTuple):
     def of(cls, read: Callable[[], Any]) -> UsedValue:
         """The value as it is now."""
         value, looked = read(), []
-        return cls(read, value, _state(value, looked), looked)
+        return cls(read, value, _is_fixed(value), _state(value, looked), looked)
 
     def changed(self) -> bool:
         """Whether another value, or another state of it, is there now."""
@@ -95,15 +103,29 @@ class UsedValue(NamedTuple):
             value = self.read()
         except (KeyError, ValueError):  # deleted
             return True
-        return value is not self.value or _state(value, []) != self.state
+        if value is not self.value or self.fixed:
+            return value is not self.value
+        return _state(value, []) != self.state
 
 
 _FIXED = (
-    types.BuiltinFunctionType, types.ModuleType, type, str, int, float, bool, complex, bytes,
-    type(None), torch.dtype, torch.device,
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.ModuleType, type, str, int, float,
+    bool, complex, bytes, type(None), torch.dtype, torch.device,
 )  # fmt: skip
 
 _BY_IDENTITY = type, types.ModuleType, torch.Generator
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a value consists of what cannot be changed in place, as configurations do."""
+    if isinstance(value, (tuple, frozenset)):
+        return not hasattr(value, "__dict__") and all(map(_is_fixed, value))
+    params = vars(type(value)).get("__dataclass_params__")
+    if params is not None and params.frozen:
+        own = {each.name for each in fields(value)}
+        held = getattr(value, "__dict__", {}).keys()
+        return held <= own and all(_is_fixed(getattr(value, name, None)) for name in own)
+    return isinstance(value, _FIXED)
 
 
 def _state(value: Any, looked: list[Any]) -> Any:
@@ -111,7 +133,7 @@ def _state(value: Any, looked: list[Any]) -> Any:
 
     Of arrays of many bytes and collections of many objects only the sizes are looked at.
     """
-    if isinstance(value, _FIXED):
+    if _is_fixed(value):
         return None
     if isinstance(value, types.FunctionType):  # autoreload changes its code
         found = [value.__code__, *(value.__defaults__ or ())]

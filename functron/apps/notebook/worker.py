@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import itertools
 import os
 import pickle
 import signal
@@ -101,6 +102,17 @@ class TensorMeta(NamedTuple):
     dtype: torch.dtype
     device: str
 
+    def is_number(self) -> bool:
+        """Whether it is a number of a CPU, which is sent along with an answer."""
+        return not self.shape and self.device == "cpu" and not self.dtype.is_complex
+
+
+class ResultLayout(NamedTuple):
+    """The number of results of one kind, and the places of numbers among them."""
+
+    number: int
+    scalars: list[int]
+
 
 class KeptResults(NamedTuple):
     """A description of the results that a rank keeps.
@@ -189,6 +201,7 @@ class Worker:
         arguments: structures of arguments by number; as they came, until they are used.
         running: the serial number of the requests of which a call runs; 0: none does.
         interrupted: that of those that were interrupted last.
+        consuming: the values that this call consumes.
     """
 
     place: WorkerPlace
@@ -199,10 +212,11 @@ class Worker:
     functions: dict[bytes, bytes] = field(default_factory=dict)
     made: dict[bytes, Any] = field(default_factory=dict)
     arguments: dict[int, Any] = field(default_factory=dict)
-    layouts: dict[Any, int] = field(default_factory=dict)
+    layouts: dict[Any, ResultLayout] = field(default_factory=dict)
     num_layouts: int = 0
     running: int = 0
     interrupted: int = 0
+    consuming: Sequence[int] = ()
 
     def join(self, generation: int, next_number: int) -> None:
         """Meet the other ranks, in groups of their own for each generation. Collective.
@@ -252,10 +266,26 @@ class Worker:
             self.made[key] = make(*_without_absent(args), **kwargs)
         return self.made[key]
 
-    def call(self, call: Call) -> KeptResults:
-        """Call a function; its tensors are kept under numbers from ``call.first`` on."""
+    def call(self, shared: bytes, own: dict[int, Any], consumed: list[int] | None) -> KeptResults:
+        """Call a function; its tensors are kept under numbers from ``call.first`` on.
+
+        Args:
+            shared: the pickled `Call`, as all ranks have it.
+            own: those of its leaves that are this rank's, by slot.
+            consumed: the values that it consumes here, where ranks differ in them.
+        """
+        call: Call = pickle.loads(shared)
+        self.consuming = call.consumed if consumed is None else consumed
         function = self.function(call.function)
-        leaves = [self._leaf(i, leaf, call.moves) for i, leaf in enumerate(call.leaves)]
+        for slot, leaf in own.items():
+            call.leaves[slot] = leaf
+        values, moves, absent = self.values, call.moves, Absent()
+        leaves = [
+            values.get(leaf, absent)
+            if type(leaf) is int and not moves
+            else self._leaf(i, leaf, moves)
+            for i, leaf in enumerate(call.leaves)
+        ]
         structure = self.arguments[call.arguments]
         if isinstance(structure, bytes):
             structure = tree.flatten(load(structure, self.find), is_leaf=is_slot)[1]
@@ -266,7 +296,7 @@ class Worker:
         del leaves
         out = function(*args)
         del args
-        for number in call.consumed:
+        for number in self.consuming:
             self.values.pop(number, None)
         kept = self.keep(out, call.first)
         if not call.sums:
@@ -301,32 +331,31 @@ class Worker:
     def keep(self, out: Any, first: int) -> KeptResults:
         """Keep the tensors of `out`: see `call`."""
         leaves, structure = tree.flatten(out)
-        metas, shown, numbers = [], [], {}
         refuse_donated(leaves, lambda: ["of the result"] * len(leaves), "the call")
-        for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor):
-                shown.append(leaf)
-                continue
-            index = len(metas)
-            self.values[first + index] = leaf
-            shown.append(ResultSlot(index))
-            if leaf.dim() == 0 and leaf.device.type == "cpu" and not leaf.is_complex():
-                numbers[index] = leaf.item()
-            metas.append(TensorMeta(tuple(leaf.shape), leaf.dtype, leaf.device.type))
-        plain = len(shown) == len(metas)
-        key: Any = (structure, tuple(metas)) if plain else None
-        number = self.layouts.get(key) if plain else None
-        if number is not None:
-            return KeptResults(number, None, numbers)
+        plain = all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        if plain:
+            kinds = tuple([(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves])
+            known = self.layouts.get((structure, kinds))
+            if known is not None:
+                self.values.update(enumerate(leaves, first))
+                numbers = {index: leaves[index].item() for index in known.scalars}
+                return KeptResults(known.number, None, numbers)
+        held = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.values.update(enumerate(held, first))
+        slots = map(ResultSlot, itertools.count())
+        shown = [next(slots) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        metas = [TensorMeta(tuple(leaf.shape), leaf.dtype, leaf.device.type) for leaf in held]
+        scalars = [i for i, meta in enumerate(metas) if meta.is_number()]
         self.num_layouts += plain
         number = self.num_layouts if plain else 0
         if plain:
-            self.layouts[key] = number
+            self.layouts[structure, kinds] = ResultLayout(number, scalars)
         try:
             structured = dump(tree.unflatten(structure, shown))[0]
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             wanted = "tensors, numbers and other values that pickle can send"
             refuse("the notebook cannot have the results", "result", error, wanted, error=TypeError)
+        numbers = {index: held[index].item() for index in scalars}
         return KeptResults(number, (structured, tuple(metas)), numbers)
 
 
@@ -423,7 +452,7 @@ def _answer(worker: Worker, function: Callable, call: int, args: tuple) -> Answe
     warned = []
     try:
         with _collecting(warned) if call else contextlib.nullcontext():
-            worker.running = call
+            worker.running, worker.consuming = call, []
             if call and worker.interrupted == call:
                 raise KeyboardInterrupt
             value = function(*args)
@@ -431,7 +460,7 @@ def _answer(worker: Worker, function: Callable, call: int, args: tuple) -> Answe
         return Answer(value, None, tuple(warned))
     except BaseException as error:
         worker.running = 0
-        consumed = args[0].consumed if call else []
+        consumed = worker.consuming if call else []
         failure = _describe(worker, error, consumed)
         del error
         return Answer(None, failure, tuple(warned))
