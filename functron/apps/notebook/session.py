@@ -724,7 +724,7 @@ class StartedMesh(NamedAxes):
         if plan.same:
             shared = pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
             requests = [*self._pending, ("call", (shared, {}, None))]
-            return {rank: requests for rank in range(self.size)}
+            return dict.fromkeys(range(self.size), requests)
         by_rank = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, (list, dict))}
         leaves = [None if i in by_rank else leaf for i, leaf in enumerate(call.leaves)]
         gone = call.consumed if any(isinstance(each, dict) for each in call.consumed) else None
