@@ -239,7 +239,6 @@ class Plan(NamedTuple):
         specs: of each leaf.
         moves: of handles that are split in another way.
         consumed: which handles among the leaves are given up.
-        same: whether all ranks are sent the same: numbers of values, and other leaves as they are.
         paths: of the leaves.
         out_specs: of the results.
         results: how these become handles, by the number that ranks give their structure.
@@ -249,7 +248,6 @@ class Plan(NamedTuple):
     specs: list[P | None]
     moves: dict[int, tuple[P, P]]
     consumed: list[int]
-    same: bool
     paths: list[str]
     out_specs: tree.Tree
     results: dict[int, tuple[list, tree.Structure]]

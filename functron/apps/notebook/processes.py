@@ -567,7 +567,10 @@ def _read_forwarded(rank: Rank) -> Iterator[tuple[bool, str]]:
 
 def _take_lines(rank: Rank, is_error: bool, *, last: bool) -> Iterator[str]:
     """The lines among what a rank has printed; those that are written over keep their "\\r"."""
-    *found, rest = re.split(rb"(\r(?!\n|\Z)|\r?\n)", rank.texts.pop(is_error, b""))
+    text = rank.texts.pop(is_error, b"")
+    if not text:
+        return
+    *found, rest = re.split(rb"(\r(?!\n|\Z)|\r?\n)", text)
     for line, end in zip(found[::2], found[1::2], strict=True):
         yield line.decode(errors="replace") + ("\r" if end == b"\r" else "")
     if rest and last:

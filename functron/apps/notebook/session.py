@@ -631,17 +631,13 @@ class StartedMesh(NamedAxes):
             for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True))
             if isinstance(leaf, Handle) and int(path.partition("/")[0]) in function.donate
         ]
-        same = all(
-            kind.local is None if isinstance(kind, Kind) else not isinstance(kind, tuple)
-            for kind in kinds
-        )
         slots = tree.unflatten(structure, [ResultSlot(i) for i in range(len(leaves))])
         blob = dump(slots)[0]
         if blob not in self._structures:
             self._pending.append(("structure", (len(self._structures), blob)))
         number = self._structures.setdefault(blob, len(self._structures))
         plan = function._plans[structure, kinds] = Plan(
-            number, specs, moves, consumed, same, paths, out_specs, {}
+            number, specs, moves, consumed, paths, out_specs, {}
         )
         return plan, leaves
 
@@ -695,7 +691,7 @@ class StartedMesh(NamedAxes):
         given_up = [handle._number for handle in consumed]
         first = self._numbers
         call = Call(key, plan.arguments, sent, plan.moves, given_up, first, function.sums)
-        calls = self._deal(call, plan)
+        calls = self._deal(call, plan.consumed)
         try:
             answers = self._processes.ask(calls, self._freed())
             self._pending = []
@@ -719,19 +715,19 @@ class StartedMesh(NamedAxes):
             handle._fate = fate
         return self._results_of(function, plan, {n: a[-1].value for n, a in answers.items()}, first)
 
-    def _deal(self, call: Call, plan: Plan) -> dict[int, list[tuple[str, tuple]]]:
+    def _deal(self, call: Call, consumed: Sequence[int]) -> dict[int, list[tuple[str, tuple]]]:
         """The requests of each rank: what all are sent is pickled once."""
-        if plan.same:
-            shared = pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
+        leaves = call.leaves
+        differ = [i for i, leaf in enumerate(leaves) if type(leaf) is list or type(leaf) is dict]
+        by_rank = {i: leaves[i] for i in differ}
+        gone = call.consumed if not by_rank.keys().isdisjoint(consumed) else None
+        if by_rank:
+            leaves = [None if i in by_rank else leaf for i, leaf in enumerate(leaves)]
+            call = call._replace(leaves=leaves, consumed=[] if gone else call.consumed)
+        shared = pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
+        if not by_rank:
             requests = [*self._pending, ("call", (shared, {}, None))]
             return dict.fromkeys(range(self.size), requests)
-        by_rank = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, (list, dict))}
-        leaves = [None if i in by_rank else leaf for i, leaf in enumerate(call.leaves)]
-        gone = call.consumed if any(isinstance(each, dict) for each in call.consumed) else None
-        shared = pickle.dumps(
-            call._replace(leaves=leaves, consumed=[] if gone else call.consumed),
-            protocol=pickle.HIGHEST_PROTOCOL,
-        )
         calls = {}
         for rank in range(self.size):
             own = {i: for_rank(leaf, rank) for i, leaf in by_rank.items()}

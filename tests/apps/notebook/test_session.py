@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,6 +217,13 @@ def test_values_go_and_come(ranks):
             back = handle.gather()
             assert back.dtype == dtype
             assert torch.equal(back.float(), value.float())
+    for value in (
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.ones(0, 3),
+        x.T,
+        x.to(torch.uint16),
+    ):
+        assert torch.equal(ft.shard(value, P(), ranks).gather(), value)
     handle: Any = ft.shard(x, P("dp"), ranks)
     assert handle.clone().tolist() == handle.numpy().tolist() == x.tolist()
     copied: Any = torch.clone(handle)
@@ -325,6 +333,11 @@ def more(x):
     return x + 1
 
 
+@dataclass(frozen=True)
+class Frozen:
+    table: dict
+
+
 def test_what_changes_in_place_is_the_newest(ranks):
     """Also in a function that is compiled; code, as autoreload does; classes; modules."""
     global scale
@@ -349,6 +362,12 @@ def test_what_changes_in_place_is_the_newest(ranks):
     f(x)
     torch.nn.init.zeros_(net.weight)
     assert f(x).tolist() == [0.0, 0.0]
+    held, row = Frozen({"scale": 2.0}), (1.0, [3.0])
+    f = ft.shard_map(lambda x: held.table["scale"] * x, ranks, P("dp"), P("dp"))
+    g = ft.shard_map(lambda x: x + row[1][0], ranks, P("dp"), P("dp"))
+    assert f(x).tolist() + g(x).tolist() == [2.0, 2.0, 4.0, 4.0]
+    held.table["scale"] = row[1][0] = 5.0
+    assert f(x).tolist() + g(x).tolist() == [5.0, 5.0, 6.0, 6.0]
 
 
 def test_functions_that_are_no_more_are_forgotten(ranks):
