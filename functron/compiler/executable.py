@@ -44,7 +44,7 @@ from functron.compiler.lower import graph_module
 from functron.compiler.lower import unroll as unrolled
 from functron.compiler.segments import Kernel, procedure, recompute_slices
 from functron.core import compat, tree
-from functron.core.errors import Problem, nearest, raise_problems
+from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.program import text
 from functron.program.callbacks import EFFECTS
 from functron.program.equations import (
@@ -277,6 +277,7 @@ def describe(value: torch.Tensor | Var) -> str:
     return f"{dtype}{list(value.shape)}{layout} on {value.device}"
 
 
+@public
 def compile(  # noqa: A001  (read as functron.compiler.compile)
     program: Code,
     mesh: Mesh | BoundMesh | None = None,
@@ -294,7 +295,8 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
     """The executable of a program, for this process's rank.
 
     Args:
-        mesh: the processes, where the program is for more than one rank.
+        mesh: the processes, where the program is for more than one rank: this one's place among
+            them, or a started mesh, whose ranks are sent the program and take whole values.
         cache: where artefacts are kept; None: where `torch.compile` keeps its own. On a mesh, all
             processes of a machine should have the same: each compiles a part of the kernels and
             reads the others'.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from functron.apps.notebook.worker import ResultSlot, TensorMeta, is_slot
+from functron.apps.notebook.worker import Call, ResultSlot, TensorMeta, is_slot
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.spmd import Mesh, P
@@ -265,6 +266,36 @@ def for_rank(leaf: Any, rank: int) -> Any:
     if isinstance(leaf, list):
         return leaf[rank]
     return leaf.get(rank, -1) if isinstance(leaf, dict) else leaf
+
+
+def deal(
+    call: Call, consumed: Sequence[int], before: Sequence[tuple[str, tuple]], size: int
+) -> dict[int, list[tuple[str, tuple]]]:
+    """The requests of each rank that end with a call: what all are sent is pickled once.
+
+    Args:
+        call: its leaves are the same for all ranks, or a list or dict by rank.
+        consumed: which leaves are given up.
+        before: the requests before the call.
+        size: how many ranks there are.
+    """
+    leaves = call.leaves
+    differ = [i for i, leaf in enumerate(leaves) if type(leaf) is list or type(leaf) is dict]
+    by_rank = {i: leaves[i] for i in differ}
+    gone = call.consumed if not by_rank.keys().isdisjoint(consumed) else None
+    if by_rank:
+        leaves = [None if i in by_rank else leaf for i, leaf in enumerate(leaves)]
+        call = call._replace(leaves=leaves, consumed=[] if gone else call.consumed)
+    shared = pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
+    if not by_rank:
+        requests = [*before, ("call", (shared, {}, None))]
+        return dict.fromkeys(range(size), requests)
+    calls = {}
+    for rank in range(size):
+        own = {i: for_rank(leaf, rank) for i, leaf in by_rank.items()}
+        mine = gone and [for_rank(each, rank) for each in gone]
+        calls[rank] = [*before, ("call", (shared, own, mine))]
+    return calls
 
 
 def kind_of(leaf: Any) -> Any:

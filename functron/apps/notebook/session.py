@@ -34,6 +34,7 @@ from functron.apps.notebook.handles import (
     Row,
     abstract,
     compare_sums,
+    deal,
     for_rank,
     join_stages,
     kind_of,
@@ -50,19 +51,22 @@ from functron.apps.notebook.processes import (
 )  # fmt: skip
 from functron.apps.notebook.shipping import (
     Packed,
+    SentProgram,
     UsedValue,
+    compile_sent,
     dump,
     load,
     refuse_unsendable,
     require_cloudpickle,
 )  # fmt: skip
 from functron.apps.notebook.worker import Answer, Call, KeptResults, ResultSlot, TensorMeta, is_slot
+from functron.compiler.executable import compile as compile_program
 from functron.compiler.jit import Jitted, jit
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.models.generation import generate
 from functron.program.faults import check_key_reuse, nans
-from functron.program.trace import eval_shape, trace
+from functron.program.trace import Program, eval_shape, trace
 from functron.spmd import DATA_AXES, Mesh, P, gather, shard
 from functron.spmd import spec as sharding
 from functron.spmd.flight import list_ranks
@@ -256,9 +260,26 @@ class StartedMesh(NamedAxes):
                 if not isinstance(given.get(name), bool | None):
                     given[name] = self._shard(self._gather(given[name]), given["specs"])
             return self._place(fn, (), given, state_specs(given["specs"], given["optimizer"]))
+        if fn is compile_program:
+            program, rest = given.pop("program"), {k: v for k, v in given.items() if k != "mesh"}
+            return self._compile(program, rest)
         made = fn(*_local(args), **_local_dict(kwargs))
         if isinstance(made, MappedFunction | Jitted):
             return RemoteFunction(self, fn, args, kwargs, twin=made)
+        return made
+
+    def _compile(self, program: Program, options: Mapping[str, Any]) -> RemoteFunction:
+        """The executable of a program on each rank, over whole values."""
+        sent = SentProgram.of(program, self.mesh)
+        given = [each for each in program.inputs if each.role == "argument"]
+        split = iter(given)
+        specs = [P() if i in sent.static else next(split).spec for i in range(sent.num_leaves)]
+        in_specs = tree.unflatten(program.in_structure, specs)
+        out_specs = tree.unflatten(program.out_structure, [each.spec for each in program.outputs])
+        rest = {"in_specs": in_specs, "out_specs": out_specs}
+        made = RemoteFunction(self, compile_sent, (sent, self), options, **rest)
+        made.__name__ = program.name
+        made.donate = {int(each.path.partition("/")[0]) for each in given if each.donated}
         return made
 
     @public
@@ -691,7 +712,7 @@ class StartedMesh(NamedAxes):
         given_up = [handle._number for handle in consumed]
         first = self._numbers
         call = Call(key, plan.arguments, sent, plan.moves, given_up, first, function.sums)
-        calls = self._deal(call, plan.consumed)
+        calls = deal(call, plan.consumed, self._pending, self.size)
         try:
             answers = self._processes.ask(calls, self._freed())
             self._pending = []
@@ -714,26 +735,6 @@ class StartedMesh(NamedAxes):
         for handle in consumed:
             handle._fate = fate
         return self._results_of(function, plan, {n: a[-1].value for n, a in answers.items()}, first)
-
-    def _deal(self, call: Call, consumed: Sequence[int]) -> dict[int, list[tuple[str, tuple]]]:
-        """The requests of each rank: what all are sent is pickled once."""
-        leaves = call.leaves
-        differ = [i for i, leaf in enumerate(leaves) if type(leaf) is list or type(leaf) is dict]
-        by_rank = {i: leaves[i] for i in differ}
-        gone = call.consumed if not by_rank.keys().isdisjoint(consumed) else None
-        if by_rank:
-            leaves = [None if i in by_rank else leaf for i, leaf in enumerate(leaves)]
-            call = call._replace(leaves=leaves, consumed=[] if gone else call.consumed)
-        shared = pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
-        if not by_rank:
-            requests = [*self._pending, ("call", (shared, {}, None))]
-            return dict.fromkeys(range(self.size), requests)
-        calls = {}
-        for rank in range(self.size):
-            own = {i: for_rank(leaf, rank) for i, leaf in by_rank.items()}
-            mine = gone and [for_rank(each, rank) for each in gone]
-            calls[rank] = [*self._pending, ("call", (shared, own, mine))]
-        return calls
 
     def _encode(self, name: str, plan: Plan, index: int, leaf: Any) -> Any:
         """A leaf as it is sent: a list of one for each rank, or the same for all."""

@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -26,7 +26,13 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from functron.core.errors import is_library, refuse
+from functron.compiler.executable import compile as compile_program
+from functron.core import tree
+from functron.core.errors import Problem, is_library, raise_problems, refuse
+from functron.program.parse import parse
+from functron.program.text import Opaque
+from functron.program.trace import Program
+from functron.spmd import Mesh
 
 try:
     import cloudpickle as _cloudpickle
@@ -285,6 +291,86 @@ def _within_library(function: types.FunctionType, made: tuple) -> tuple:
     make, (code, _, *rest), (own, slots), *more = made
     names = _Globals(function.__globals__["__name__"])
     return make, (code, names, *rest), (own, {**slots, "__globals__": {}}), *more
+
+
+class SentProgram(NamedTuple):
+    """A traced program on its way to a rank: its text, and what the text does not hold.
+
+    Attributes:
+        text: of the program.
+        arguments, results: trees like those that were traced, with numbers for leaves.
+        static: see `functron.program.equations.Code`.
+        constants: the tensors that it closes over, in the order of its inputs.
+    """
+
+    text: str
+    arguments: tuple
+    results: tree.Tree
+    static: dict[int, Any]
+    constants: list[torch.Tensor]
+
+    @property
+    def num_leaves(self) -> int:
+        """How many leaves the arguments have."""
+        return len(tree.leaves(self.arguments))
+
+    @classmethod
+    def of(cls, program: Program, mesh: Mesh) -> SentProgram:
+        """The program for the ranks of a mesh.
+
+        Raises:
+            ValueError: it is for another mesh or for stages of a pipeline, or says not how all of
+                its arguments and results are split; or it calls Python, which its text only names.
+        """
+        text, found = str(program), []
+        if program.mesh != mesh:
+            found.append(Problem("mesh", f"Mesh({program.mesh})", f"Mesh({mesh})", "trace it so"))
+        if program.stages:
+            fix = "give `build` what makes each rank's step"
+            found.append(Problem("program", f"stages over {program.stages}", "one program", fix))
+        ends = [each for each in program.inputs if each.role == "argument"]
+        for each in [*ends, *program.outputs]:
+            if each.spec is None:
+                fix = "trace a function of `shard_map`"
+                path = f"{'argument' if each in ends else 'result'} {each.path}".strip()
+                found.append(Problem(path, "a value of no spec", "one that is mapped", fix))
+        whole, read = (
+            [x for equation, _ in each.block.walk() for x in tree.leaves(equation.args)]
+            for each in (program, parse(text))
+        )
+        # a callback is a name that has its function with it
+        if any(isinstance(x, str) and type(x) is not str for x in whole) or any(
+            isinstance(x, Opaque) for x in read
+        ):
+            fix = "jit the function, which goes to the ranks itself"
+            found.append(Problem("program", "calls of Python", "operations alone", fix))
+        raise_problems(f"{program.name} cannot be sent to the ranks", found)
+        num_leaves = program.in_structure.num_leaves
+        arguments = tree.unflatten(program.in_structure, list(range(num_leaves)))
+        results = tree.unflatten(program.out_structure, list(range(len(program.outputs))))
+        constants = [x.value for x in program.inputs if x.value is not None]
+        return cls(text, arguments, results, dict(program.static), constants)
+
+    def program(self) -> Program:
+        """The program, as it was traced."""
+        made, constants = parse(self.text), iter(self.constants)
+        inputs = [
+            replace(each, value=next(constants)) if each.role == "constant" else each
+            for each in made.inputs
+        ]
+        return replace(
+            made,
+            inputs=tuple(inputs),
+            in_structure=tree.structure(self.arguments),
+            out_structure=tree.structure(self.results),
+            static=self.static,
+            paths=None,
+        )
+
+
+def compile_sent(sent: SentProgram, mesh: Any, **options: Any) -> Any:
+    """The executable of a program that was sent; see `functron.compiler.compile`."""
+    return compile_program(sent.program(), mesh, **options)
 
 
 def own_modules() -> list[types.ModuleType]:

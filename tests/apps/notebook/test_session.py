@@ -26,6 +26,7 @@ import torch
 import functron as ft
 from functron import P, gpt, lax, optim, training
 from functron.apps.notebook import RankError
+from functron.compiler import compile as compile_program
 from functron.models.config import GPTConfig
 
 pytestmark = [pytest.mark.applications("notebook"), pytest.mark.filterwarnings("error")]
@@ -142,6 +143,40 @@ def test_a_program_is_traced_here(ranks):
     both = setup(ranks), setup(MESH)
     there, here = (str(ft.trace(step)(state, batch_at(0))) for step, state in both)
     assert there == here
+
+
+def test_a_program_runs_on_the_ranks(ranks):
+    """What was traced here is compiled there, over whole values and handles."""
+    added = torch.tensor([1.0, 2.0])
+
+    def program(x, given):
+        total = given["total"] * given["by"]
+        return {"sum": lax.psum(x.sum(), "dp") * total, "rows": (x * 2, x + added[1])}
+
+    specs = {"in_specs": (P("dp"), P()), "out_specs": {"sum": P(), "rows": P("dp")}}
+    f, x = ft.shard_map(program, ranks, **specs), torch.arange(8.0)
+    given = lambda: {"total": torch.tensor(3.0), "by": 2}
+    g = compile_program(ft.trace(f)(x, given()), ranks)
+    for out in (g(x, given()), g(ft.shard(x, P("dp"), ranks), given())):
+        assert float(out["sum"]) == 28 * 6
+        assert torch.equal(out["rows"][0].gather(), x * 2)
+        assert torch.equal(out["rows"][1].gather(), x + 2)
+    with pytest.raises(ValueError, match=r"argument 1/by: got 4; wanted 2"):
+        g(x, {"total": torch.tensor(3.0), "by": 4})
+    f = ft.shard_map(lambda x: x.mul_(2), ranks, P("dp"), P("dp"), donate=0)
+    g, handle = compile_program(ft.trace(f, donate=0)(x), ranks), ft.shard(x, P("dp"), ranks)
+    assert torch.equal(g(handle).gather(), x * 2)
+    with pytest.raises(ValueError, match=r"was donated to <lambda>"):
+        g(handle)
+
+
+def test_programs_that_cannot_be_sent_are_refused(ranks):
+    x = torch.ones(4)
+    f = ft.shard_map(lambda x: (ft.debug.callback(print, x), x)[1], MESH, P("dp"), P("dp"))
+    with pytest.raises(ValueError, match=r"program: got calls of Python.*fix: jit the function"):
+        compile_program(ft.trace(f)(x), ranks)
+    with pytest.raises(ValueError, match=r"mesh: got Mesh\(\)[^?]*result: got a value of no spec"):
+        compile_program(ft.trace(lambda x: x * 2)(x), ranks)
 
 
 def test_a_partitioned_function(ranks):
