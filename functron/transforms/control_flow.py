@@ -228,18 +228,18 @@ def map(f: Callable, xs: tree.Tree, *, batch_size: int | None = None) -> tree.Tr
 
     Args:
         f: returns a tree of tensors.
-        xs: a tree of tensors with a common leading dim, which is not 0.
+        xs: a tree of tensors with a common leading dim. Of 0, `f` runs on fake tensors.
         batch_size: so many at a time, by vmap, with what is left over at the end.
 
     Raises:
-        ValueError: leading dims differ or are 0, or `batch_size` is less than 1.
+        ValueError: leading dims differ, or `batch_size` is less than 1.
     """
     _check_functions("map", {"f": f})
     leaves, structure = tree.flatten(xs)
-    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
-    if len(sizes) != 1 or 0 in sizes:
+    sizes = {leaf.shape[0] if leaf.dim() else -1 for leaf in leaves}
+    if len(sizes) != 1 or -1 in sizes:
         got = f"leaves of shapes {[tuple(leaf.shape) for leaf in leaves]}"
-        refuse("map", "xs", got, "leaves with one leading dim, of at least 1")
+        refuse("map", "xs", got, "leaves with one leading dim")
     rows = sizes.pop()
     if batch_size is None:
         return scan(lambda _, x: (None, _as_tensors("map", "y", f(x), leaves)), None, xs)[1]
@@ -247,8 +247,8 @@ def map(f: Callable, xs: tree.Tree, *, batch_size: int | None = None) -> tree.Tr
         refuse("map", "batch_size", batch_size, "at least 1")
     whole = rows - rows % batch_size
     parts = []
-    if whole:
-        blocks = [leaf[:whole].unflatten(0, (-1, batch_size)) for leaf in leaves]
+    if whole or not rows:
+        blocks = [leaf[:whole].unflatten(0, (rows // batch_size, batch_size)) for leaf in leaves]
         step = lambda _, x: (None, _map_rows(f, x))  # noqa: E731
         _, ys = scan(step, None, tree.unflatten(structure, blocks))
         parts.append(tree.map(lambda y: y.flatten(0, 1), ys))

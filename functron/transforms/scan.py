@@ -11,12 +11,18 @@ same in every iteration are operands of both. This is how JAX differentiates a s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from functron.core import compat, tree
 from functron.core.closure import find_tensors, hoist, refuse_holders, refuse_orphans
@@ -24,8 +30,8 @@ from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.functions import Function
 from functron.core.scopes import in_phase
 from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
-from functron.program.recorder import Recorder, active, keeper, live_equations
-from functron.spmd.axes import user_line
+from functron.program.recorder import Recorder, active, keeper, live_equations, not_recording
+from functron.spmd.axes import BoundAxis, enter, scope, user_line
 from functron.transforms.capture import (
     ANY_ROW,
     Relay,
@@ -85,7 +91,7 @@ def trace_scan(
 
 def _check_tensors(paths: list[str], leaves: list) -> None:
     raise_problems(
-        "a traced scan carries and stacks tensors only",
+        "scan: carries and ys that are traced, or have 0 steps, are tensors",
         [
             Problem(path or "carry", repr(leaf), "a tensor", "make it one, or close over it")
             for path, leaf in zip(paths, leaves, strict=True)
@@ -418,14 +424,15 @@ def scan(
     Args:
         f: ``(carry, x) -> (carry, y)``; y may be None.
         xs: a tree of tensors with a common leading dim, or None with `length`.
-        length: the number of steps; needed only where `xs` has no leaf.
+        length: the number of steps; needed only where `xs` has no leaf. Of 0 steps, `f` runs on
+            fake tensors, and ys have 0 rows.
         reverse: whether the last slice of `xs` comes first; y of each stands where its x did.
         unroll: how many steps each iteration of a traced scan makes, with those left over written
             out after it; True: all are written out. Eagerly it changes nothing.
 
     Raises:
         ValueError: the leading dims differ, or neither `xs` nor `length` gives a number of steps;
-            or `unroll` is less than 1.
+            or `unroll` is less than 1; or of 0 steps, `f` reads numbers of tensors.
         TypeError: `init` or `xs` has an object with tensors, such as an unregistered dataclass.
     """
     if unroll is not False and unroll < 1:
@@ -503,6 +510,8 @@ def _run_steps(
     f: Callable, init: tree.Tree, xs: tree.Tree, names: range, reverse: bool
 ) -> tuple[tree.Tree, tree.Tree]:
     """A scan written out; captured values of each step are named by its number."""
+    if not names:
+        return init, _stack_nothing(f, init, xs)
     leaves, structure = tree.flatten(xs)
     slices = [leaf.unbind(0) for leaf in leaves]
     carry, ys = init, []
@@ -513,7 +522,43 @@ def _run_steps(
         carry = after
         ys.append(y)
     rows = ys[::-1] if reverse else ys
-    return carry, tree.map(lambda *rows: torch.stack(rows), *rows) if rows else None
+    return carry, tree.map(lambda *rows: torch.stack(rows), *rows)
+
+
+def _stack_nothing(f: Callable, init: tree.Tree, xs: tree.Tree) -> tree.Tree:
+    """The ys of no step: with 0 rows, else as a step would make them, which only shapes tell."""
+    recorder = active()
+    with recorder.frame() if recorder is not None else computing_shapes(), unwatched():
+        like = lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
+        with torch.no_grad():
+            first = tree.map(lambda leaf: leaf.new_zeros(leaf.shape[1:]), xs)
+            before = tree.map(like, init)
+            try:
+                after, y = f(before, first)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                got = f"a function that reads numbers, by {error.func}"
+                wanted = "one of shapes alone, as no step runs of which ys could be like"
+                fix = "leave the scan out where it has no steps"
+                refuse(f"scan of 0 steps at {user_line()}", "f", got, wanted, fix)
+        _check_carry(before, after)
+        _check_tensors([f"y/{path}" for path in tree.paths(y)], tree.leaves(y))
+    return tree.map(lambda y: torch.zeros((0, *y.shape), dtype=y.dtype, device=y.device), y)
+
+
+@contextlib.contextmanager
+def computing_shapes() -> Iterator[None]:
+    """Compute on fake tensors in this with block, on processes without the others."""
+    axes = {
+        name: replace(axis, recorder=None, membership=None) if isinstance(axis, BoundAxis) else axis
+        for name, axis in scope().axes.items()
+    }
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(not_recording())
+        inside.enter_context(enter(replace(scope(), axes=axes, check=False)))
+        if not compat.faking():
+            inside.enter_context(compat.no_dispatch_modes())
+            inside.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
 
 
 def _trace_blocks(

@@ -708,6 +708,29 @@ def test_switches_and_loops():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_scan_of_no_steps(traced):
+    """Its ys have no rows that could differ, and the carry is the first; its body has types too."""
+
+    def program(note, x):
+        last, ys = ft.scan(lambda c, _: (c, lax.psum(c, "tp")), x[0], None, length=0)
+        note("last", last)
+        note("ys", ys)
+
+    replicated = "dp: replicated, tp: replicated"
+    last = "dp: varying, tp: split dim 0" if traced else "dp: varying, tp: varying"
+    assert types_of(program, X, traced=traced) == {"last": last, "ys": replicated}
+
+    def scanned(x):
+        return ft.scan(lambda c, x: (c * x, lax.psum(x, "tp")), x.sum(0), x)
+
+    f = ft.shard_map(scanned, MESH, P("tp"), (P("tp"), P()))
+    found = ft.trace(f)(X[:0])
+    (equation,) = (e for e in found.block.equations if e.name == "scan")
+    (inner,) = (e for e in equation.op.body.equations if e.name == "psum")
+    assert told(found.typeof(inner.outputs[0].name)) == replicated
+
+
 # --- a second opinion: spmd_types 0.3.1, by Meta
 #
 # Its own examples: README.md (all_reduce and mul), the diagrams of `all_reduce`, `all_gather`,

@@ -607,7 +607,7 @@ WRONG = {
         lambda: lax.while_loop(lambda c: c < 5, lambda c: 2 * c, torch.ones((), requires_grad=True)).backward(),
         ValueError, "while_loop at", "fix: lax.fori_loop with ints as bounds, or ft.scan",
     ),
-    "no rows": (lambda: lax.map(same, torch.zeros(0, 3)), ValueError, "xs: got leaves of shapes [(0, 3)]"),
+    "no dim of rows": (lambda: lax.map(same, torch.zeros(())), ValueError, "xs: got leaves of shapes [()]"),
     "rows that differ": (
         lambda: lax.map(same, (ONES, ONES[:2]), batch_size=2), ValueError, "got leaves of shapes [(3,), (2,)]",
     ),
