@@ -11,17 +11,15 @@ same in every iteration are operands of both. This is how JAX differentiates a s
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 
 from functron.core import compat, tree
@@ -30,8 +28,8 @@ from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.functions import Function
 from functron.core.scopes import in_phase
 from functron.program.equations import Block, Equation, Scan, Var, contiguous_strides
-from functron.program.recorder import Recorder, active, keeper, live_equations, not_recording
-from functron.spmd.axes import BoundAxis, enter, scope, user_line
+from functron.program.recorder import Recorder, active, keeper, live_equations
+from functron.spmd.axes import user_line
 from functron.transforms.capture import (
     ANY_ROW,
     Relay,
@@ -40,6 +38,7 @@ from functron.transforms.capture import (
     watched_scope,
 )
 from functron.transforms.gradient import replace_at
+from functron.transforms.look_ahead import computing_shapes, make_fake
 from functron.transforms.parameter_gather import by_row
 
 
@@ -529,10 +528,9 @@ def _stack_nothing(f: Callable, init: tree.Tree, xs: tree.Tree) -> tree.Tree:
     """The ys of no step: with 0 rows, else as a step would make them, which only shapes tell."""
     recorder = active()
     with recorder.frame() if recorder is not None else computing_shapes(), unwatched():
-        like = lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
         with torch.no_grad():
             first = tree.map(lambda leaf: leaf.new_zeros(leaf.shape[1:]), xs)
-            before = tree.map(like, init)
+            before = tree.map(make_fake, init)
             try:
                 after, y = f(before, first)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -543,22 +541,6 @@ def _stack_nothing(f: Callable, init: tree.Tree, xs: tree.Tree) -> tree.Tree:
         _check_carry(before, after)
         _check_tensors([f"y/{path}" for path in tree.paths(y)], tree.leaves(y))
     return tree.map(lambda y: torch.zeros((0, *y.shape), dtype=y.dtype, device=y.device), y)
-
-
-@contextlib.contextmanager
-def computing_shapes() -> Iterator[None]:
-    """Compute on fake tensors in this with block, on processes without the others."""
-    axes = {
-        name: replace(axis, recorder=None, membership=None) if isinstance(axis, BoundAxis) else axis
-        for name, axis in scope().axes.items()
-    }
-    with contextlib.ExitStack() as inside:
-        inside.enter_context(not_recording())
-        inside.enter_context(enter(replace(scope(), axes=axes, check=False)))
-        if not compat.faking():
-            inside.enter_context(compat.no_dispatch_modes())
-            inside.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        yield
 
 
 def _trace_blocks(

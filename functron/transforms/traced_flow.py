@@ -333,16 +333,15 @@ class _SwitchProgram:
 
         def pull(function: _Flat, values: _Tensors) -> list[torch.Tensor]:
             operands = list(values[:count])
+
+            def run(values: _Tensors) -> list[torch.Tensor]:
+                made = function(values)
+                return [made[i] for i in given]  # others may have no derivative
+
             with in_phase("recompute"), unwatched():
-                outputs, pullback = pull_back(lambda x: list(function(x)), operands, moving)
-            rows = dict(zip(given, values[count:], strict=True))
-            cotangents = [rows.get(i) for i in range(len(outputs))]
-            cotangents = [
-                torch.zeros_like(out) if ct is None else ct
-                for out, ct in zip(outputs, cotangents, strict=True)
-            ]
+                _, pullback = pull_back(run, operands, moving)
             with in_phase("backward"):
-                found = pullback(cotangents)
+                found = pullback(list(values[count:]))
             return [torch.zeros_like(operands[i]) if found[i] is None else found[i] for i in moving]
 
         return self.derive([functools.partial(pull, function) for function in self.functions])

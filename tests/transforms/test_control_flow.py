@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import functron as ft
 from functron import Mesh, P, lax, shard_map, tree
+from tests.transforms.lives import LIVES
 
 SHAPE = {"dp": 2, "tp": 2, "ep": 2}
 ALL = ("dp", "tp", "ep")
@@ -384,6 +385,39 @@ def test_only_the_chosen_branch_runs():
     f = lambda x: lax.cond(lax.psum(x.sum(), "tp") > 0, *branches[:2], x)
     shard_map(f, Mesh(tp=2), P("tp"), P("tp"))(torch.ones(2))
     assert ran == ["one"] * 3 + ["zero", "two", "zero"]
+
+
+def by_a_loop(L, x):
+    """A branch with a loop of unknown length, and results that do not all depend on it."""
+
+    def halve(x):
+        last, steps = L.while_loop(lambda c: c[0] > 1, lambda c: (c[0] / 2, c[1] + 1), (x, 0))
+        return last, L.sin(x) * steps
+
+    return L.cond(x > 9, halve, lambda x: (L.cond(x < 0, halve, lambda x: (x, x), x)[0], x), x)
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_a_loop_in_a_branch_has_no_derivative_in_reverse_also_where_it_is_not_taken(life):
+    x = torch.tensor(2.0)
+    first, second = (lambda x, i=i: by_a_loop(OURS, x)[i] for i in (0, 1))
+    told = pytest.raises(ValueError, match=r"while_loop at .*test_control_flow.*in reverse")
+    with pytest.raises(ValueError, match="Reverse-mode"):
+        jax.grad(lambda x: by_a_loop(THEIRS, x)[0])(2.0)
+    for grad in (ft.grad, torch.func.grad):
+        with told:
+            LIVES[life](grad(first))(x)
+    # which the other result does not depend on
+    want = jax.grad(lambda x: by_a_loop(THEIRS, x)[1])(2.0)
+    assert_same(LIVES[life](ft.grad(second))(x), want)
+    assert_same(LIVES[life](lambda x: ft.jvp(first, (x,), (x,)))(x), (np.array(2.0),) * 2)
+    mesh, agreed = Mesh(tp=2), lambda x: lax.psum(first(lax.pmean(x[0], "tp")), "tp")
+    mapped = shard_map(ft.grad(agreed), mesh, P("tp"), P("tp"), check=False)
+    with told:
+        LIVES[life](mapped)(torch.ones(2))
+    if life == "simulated":
+        with told:
+            first(x.requires_grad_()).backward()
 
 
 def test_a_loop_of_rows_ends_for_each_by_itself():
