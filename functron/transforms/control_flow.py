@@ -43,7 +43,10 @@ from functron.spmd.axes import (
 from functron.spmd.simulate import no_share, varying_axes
 from functron.transforms.capture import refusing_names
 from functron.transforms.look_ahead import (
+    BranchResult,
     ResultAxes,
+    check_alike,
+    compare_results,
     derive_alike,
     is_moving,
     look_ahead,
@@ -306,9 +309,10 @@ def select_n(which: torch.Tensor, *cases: torch.Tensor) -> torch.Tensor:
     for k, case in enumerate(cases):
         if not isinstance(case, torch.Tensor):
             problems.append(Problem(f"cases[{k}]", repr(case), "a tensor", "torch.full_like(...)"))
-        elif isinstance(first, torch.Tensor) and _kind(case) != _kind(first):
-            wanted = f"{_words(first)}, as cases[0]"
-            problems.append(Problem(f"cases[{k}]", _words(case), wanted, "cast or expand it"))
+        elif isinstance(first, torch.Tensor) and BranchResult.of(case) != BranchResult.of(first):
+            wanted = f"{BranchResult.of(first)}, as cases[0]"
+            got = str(BranchResult.of(case))
+            problems.append(Problem(f"cases[{k}]", got, wanted, "cast or expand it"))
     if is_bool and len(cases) > 2:
         wanted = "at most 2 for a bool"
         problems.append(Problem("cases", str(len(cases)), wanted, "an index as which"))
@@ -353,8 +357,8 @@ def _branch(
         varying = look_ahead(look, what, branches, operands)
         out = vary_over(choose(int(compat.read_number(index))), varying)
         return mark_irreversible(out, look_back(what, branches, operands))
-    runs = [_name_branch(what, label, f) for label, f in functions.items()]
-    return trace_switch(recorder, index, runs, operands)
+    runs = {label: _name_branch(what, label, f) for label, f in functions.items()}
+    return trace_switch(recorder, index, runs, operands, word=what)
 
 
 def _name_branch(what: str, label: str, f: Callable) -> Callable:
@@ -385,7 +389,8 @@ def _run_all(
 
     with _uneven(index, f"the {word} of lax.{what} at {user_line()}"):
         found = {k: run(k, mask) for k, mask in zip(functions, masks, strict=True)}
-    _check_alike(what, found)
+    kinds = {label: tree.map(BranchResult.here, out) for label, out in found.items()}
+    check_alike(f"{what} at {user_line()}", kinds, functions)
     return tree.map(lambda *cases: _select(masks, cases), *found.values())
 
 
@@ -414,38 +419,6 @@ def _require_alike(index: torch.Tensor, outer: Callable | None, op: str, name: s
     axis: Any = scope().axes[name]
     with compat.no_transforms(), torch.no_grad(), in_scopes((*scope_names(), ROW_INDEX)):
         axis.mark(compat.plain(index), "require_replicated")
-
-
-def _check_alike(what: str, found: dict[str, tree.Tree]) -> None:
-    """Raise ValueError for results of branches that differ from those of the first."""
-    (first, like), *others = found.items()
-    problems = [row for name, out in others for row in _compare(like, out, name, f"in {first}")]
-    raise_problems(f"{what}: branches must return the same structure, shapes and dtypes", problems)
-
-
-def _compare(like: tree.Tree, out: tree.Tree, name: str, where: str) -> Iterable[Problem]:
-    """The problems of `out` where it is not like another tree of tensors."""
-    wanted, got = dict(tree.items(like)), dict(tree.items(out))
-    fix = "return the same containers and keys; torch.zeros_like stands for what is not there"
-    for path in [*wanted, *(path for path in got if path not in wanted)]:
-        at = f"{name}/{path}" if path else name
-        if path not in got:
-            yield Problem(at, "nothing", f"{_words(wanted[path])}, as {where}", fix)
-        elif path not in wanted:
-            yield Problem(at, _words(got[path]), f"nothing, as {where}", fix)
-        elif _kind(got[path]) != _kind(wanted[path]):
-            cast = "cast or reshape it"
-            yield Problem(at, _words(got[path]), f"{_words(wanted[path])}, as {where}", cast)
-    if wanted.keys() == got.keys() and tree.structure(like) != tree.structure(out):
-        yield Problem(name, str(tree.structure(out)), f"{tree.structure(like)}, as {where}", fix)
-
-
-def _kind(x: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return x.shape, x.dtype
-
-
-def _words(x: torch.Tensor) -> str:
-    return f"{tuple(x.shape)} {x.dtype}"
 
 
 # --- loops
@@ -545,7 +518,7 @@ def _fit_carry(what: str, before: tree.Tree, after: tree.Tree) -> tree.Tree:
     after = _as_tensors(what, "carry", after, tree.leaves(before))
     raise_problems(
         f"{what}: the carry must keep its structure, shapes and dtypes",
-        _compare(before, after, "carry", "before the step"),
+        compare_results(before, after, "carry", "before the step"),
     )
     return after
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
 from functron.core.closure import closed_values, find_tensors, hoist
+from functron.core.errors import Problem, raise_problems
 from functron.core.functions import Function
 from functron.program.recorder import not_recording
-from functron.spmd.axes import BoundAxis, SimulatedAxis, enter, scope
+from functron.spmd.axes import BoundAxis, SimulatedAxis, enter, scope, source_line
 from functron.spmd.primitives import Vary
 from functron.spmd.simulate import varying_axes
 from functron.transforms.gradient import replace_at
@@ -223,6 +225,91 @@ def _find_irreversible(probe: _Probe) -> Irreversible:
             return run()
     except Exception:  # which tells when it is what runs
         return ()
+
+
+# --- results
+
+
+@dataclass(frozen=True)
+class BranchResult:
+    """Shape, dtype and device of a result, which branches have in common.
+
+    Attributes:
+        device: None where it does not matter.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device | None = None
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> BranchResult:
+        """That of a tensor, which may be on any device."""
+        return cls(tuple(x.shape), x.dtype)
+
+    @classmethod
+    def here(cls, x: torch.Tensor) -> BranchResult:
+        """That of a tensor, with its device."""
+        return cls(tuple(x.shape), x.dtype, x.device)
+
+    def __str__(self) -> str:
+        away = self.device is not None and self.device.type != "cpu"
+        return f"{self.shape} {self.dtype}" + (f" on {self.device}" if away else "")
+
+
+def check_alike(
+    title: str, found: Mapping[str, tree.Tree], functions: Mapping[str, Callable]
+) -> None:
+    """Raise ValueError for results of branches that differ from those of the first.
+
+    Args:
+        found: the `BranchResult` of each result, by branch.
+        functions: the branches, by the same names.
+    """
+    lines = {name: _find_line(f) for name, f in functions.items()}
+    (first, like), *others = found.items()
+    where = f"in {first}{lines[first]}"
+    rows = [compare_results(like, out, name, where, lines[name]) for name, out in others]
+    raise_problems(
+        f"{title}: branches must return the same structure, shapes and dtypes",
+        [problem for row in rows for problem in row],
+    )
+
+
+def _find_line(f: Any) -> str:
+    """Where a function is written, as ``" at file:line: source"``; nothing where it is not."""
+    f = inspect.unwrap(f)
+    while isinstance(f, functools.partial):
+        f = inspect.unwrap(f.func)
+    code = getattr(f, "__code__", None)
+    return f" at {source_line(code.co_filename, code.co_firstlineno)}" if code else ""
+
+
+def compare_results(
+    like: tree.Tree, out: tree.Tree, name: str, where: str, line: str = ""
+) -> Iterator[Problem]:
+    """The problems of `out` where it is not like another tree of tensors or their kinds."""
+
+    def kinds(value: tree.Tree) -> dict[str, BranchResult]:
+        return {
+            path: x if isinstance(x, BranchResult) else BranchResult.of(x)
+            for path, x in tree.items(value)
+        }
+
+    wanted, got = kinds(like), kinds(out)
+    fix = "return the same containers and keys; torch.zeros_like stands for what is not there"
+    for path in [*wanted, *(path for path in got if path not in wanted)]:
+        at = f"{name}/{path}" if path else name
+        if path not in got:
+            yield Problem(at, f"nothing{line}", f"{wanted[path]}, as {where}", fix)
+        elif path not in wanted:
+            yield Problem(at, f"{got[path]}{line}", f"nothing, as {where}", fix)
+        elif got[path] != wanted[path]:
+            cast = "cast or reshape it"
+            yield Problem(at, f"{got[path]}{line}", f"{wanted[path]}, as {where}", cast)
+    if wanted.keys() == got.keys() and tree.structure(like) != tree.structure(out):
+        was = f"{tree.structure(like)}, as {where}"
+        yield Problem(name, f"{tree.structure(out)}{line}", was, fix)
 
 
 # --- derivatives

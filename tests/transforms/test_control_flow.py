@@ -387,6 +387,26 @@ def test_only_the_chosen_branch_runs():
     assert ran == ["one"] * 3 + ["zero", "two", "zero"]
 
 
+def one_row(x):
+    return {"a": [x, x[:1]]}
+
+
+def all_rows(x):
+    return {"a": [x, x.int()]}
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_branches_that_differ_are_named_with_their_lines(life):
+    f = lambda x: lax.cond(x.sum() > 0, one_row, all_rows, x)
+    with pytest.raises(ValueError, match="true_fun/a/1: got ") as caught:
+        LIVES[life](f)(torch.ones(3))
+    head, row, *rest = str(caught.value).splitlines()
+    assert re.match(r"cond at .*test_control_flow.py:\d+: `f = lambda x: lax.cond", head)
+    wanted = r"\(1,\) torch.float64 at .*`def one_row\(x\):`; wanted \(3,\) torch.int32, as in "
+    assert re.search(wanted + r"false_fun at .*`def all_rows\(x\):`; fix: cast", row)
+    assert not rest
+
+
 def by_a_loop(L, x):
     """A branch with a loop of unknown length, and results that do not all depend on it."""
 
@@ -589,18 +609,18 @@ WRONG = {
     ),
     "other containers": (
         lambda: lax.cond(torch.tensor(True), lambda x: (x, x), lambda x: {"a": x}, ONES),
-        ValueError, "true_fun/a: got nothing; wanted (3,) torch.float", "true_fun/0: got (3,)", "/1: got",
+        ValueError, "true_fun/a: got nothing at ", "true_fun/0: got (3,)", "/1: got",
     ),
     "other shapes and dtypes": (
         lambda: lax.switch(
             torch.tensor(0),
             [lambda x: (x, x), lambda x: (x[:2], x), lambda x: (x, x.int())], ONES,
         ),
-        ValueError, "branches[1]/0: got (2,)", "branches[2]/1: got (3,) torch.int32; wanted (3,) torch.float",
+        ValueError, "branches[1]/0: got (2,)", "branches[2]/1: got (3,) torch.int32 at ",
     ),
     "other shapes under vmap": (
         lambda: torch.func.vmap(lambda x: lax.cond(x > 0, same, lambda x: x[None], x))(ONES),
-        ValueError, "true_fun: got () torch.float32; wanted (1,) torch.float32, as in false_fun",
+        ValueError, "true_fun: got () torch.float32 at ", "wanted (1,) torch.float32, as in false_fun at ",
     ),
     "no tensors": (
         lambda: lax.cond(True, lambda: {"a": "word"}, lambda: 0), TypeError, "true_fun/a: got a str",
