@@ -232,10 +232,11 @@ def _record_blocks(
     """The functions as blocks.
 
     Args:
-        kept: places of operands that are inputs in any case.
+        kept: places of operands that are inputs in any case, and others in each iteration.
     """
     found: list[tuple[list[Var], list, list[Var]]] = []
     captured: dict[Var, Var] = {}
+    outside = [recorder.var(value) for value in operands]
     for function in functions:
         with recorder.frame() as frame, torch.no_grad():
             values = []
@@ -244,6 +245,8 @@ def _record_blocks(
                 recorder.input(made, "operand")
                 values.append(made)
             inputs = [recorder.var(value) for value in values]
+            pairs = enumerate(zip(inputs, outside, strict=True))
+            frame.stands_for |= {i: o for k, (i, o) in pairs if k not in kept}
             outputs = [recorder.var(value) for value in _separate(function(values))]
         captured |= frame.captured
         found.append((inputs, live_equations(frame.equations, outputs), outputs))
