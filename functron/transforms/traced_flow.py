@@ -119,7 +119,7 @@ def trace_while(
         ValueError: the carry changes its structure, a shape or a dtype, or the condition is not a
             bool; the program is partitioned; or, in backward, a cotangent reaches the loop.
     """
-    fix = "bounds that are Python numbers (lax.fori_loop, lax.scan), or a loop outside"
+    fix = "bounds that are Python numbers (lax.fori_loop, lax.scan)"
     _refuse_keeper("while loop", fix)
     refuse_holders("a while loop cannot see into these", "carry", init, tracked=True)
     carry, structure = tree.flatten(init)
@@ -165,7 +165,8 @@ def _refuse_keeper(what: str, fix: str) -> None:
     if keeper() is not None:
         raise ValueError(
             f"partition: at {user_line()} the function runs a {what}, whose blocks have no rule of "
-            f"placement; wanted operations of torch, and scans; fix: {fix}"
+            f"placement; wanted operations of torch, and scans; fix: {fix}; or ft.shard_map of "
+            "that part, between two functions that are partitioned, with the specs it has there"
         )
 
 

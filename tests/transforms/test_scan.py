@@ -83,6 +83,16 @@ def test_no_steps_give_no_rows_of_ys(life):
         assert LIVES[life](grad(loss))(given[0]).tolist() == [[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
 
 
+def test_no_steps_on_a_mesh():
+    """Ranks gather nothing of their parts of ys, written out and by partition."""
+    mesh, rows = ft.Mesh(dp=2, tp=2), ft.P("dp")
+    f = lambda x: ft.scan(lambda c, _: (2 * c, c), x, None, length=0)[1]
+    gathered = lambda x: lax.all_gather(f(x), ("dp", "tp"), axis=1, tiled=True)
+    x = torch.ones(4, 3)
+    assert ft.partition(f, mesh, rows, ft.P())(x).shape == (0, 4, 3)
+    assert ft.shard_map(gathered, mesh, rows, ft.P())(x).shape == (0, 8, 3)
+
+
 def test_no_steps_are_refused_where_shapes_do_not_follow():
     x = torch.zeros(0, 3)
     with pytest.raises(ValueError, match="the carry must keep"):
