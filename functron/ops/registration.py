@@ -32,6 +32,7 @@ from functron.ops.operations import (
     map_rows,
     type_name,
 )
+from functron.spmd.simulate import explain_error
 
 _OWN_NAMESPACE = "custom"
 _DEVICES = {"cuda": "CUDA", "cpu": "CPU"}
@@ -197,6 +198,7 @@ def register(
         devices: the types of devices that `kernel` runs on; elsewhere the reference does.
         backward: ``(args, results, cotangents)`` to one cotangent per argument, None for those
             without, in operations that are differentiated again; linear in the tuple `cotangents`.
+            Of an argument's own shape and dtype.
             Or a `Gradient`, which says what is kept. None: that of the reference, from the
             arguments. Forward mode is the reference's.
         batch: ``(size, in_dims, args, op) -> (results, out_dims)``, the op under vmap, as of
@@ -226,9 +228,10 @@ def register(
     for device in devices if kernel is not None else ():
         library.impl(short, functools.partial(host, cuda), _DEVICES[device])
     given_batch = batch
-    gradient = reference if backward is None else _read_backward(name, backward)
+    names = list(found.signature.parameters)
+    gradient = reference if backward is None else _read_backward(name, names, backward)
     if batch is None:
-        batch = _derive_batch(reference, backward is None, parsed, found)
+        batch = _derive_batch(name, reference, backward is None, parsed, found)
     op = build_op(
         library, short, reference=reference, kernel=host, fake=plain, batch=batch,
         gradient=gradient, bind=functools.partial(_bind, name, found),
@@ -443,6 +446,9 @@ class _TensorRow(typing.NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype}"
+
 
 def _describe(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
@@ -458,7 +464,7 @@ def _as_tuple(out: Any) -> tuple:
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
-def _read_backward(name: str, backward: Gradient | Callable) -> Gradient:
+def _read_backward(name: str, names: Sequence[str], backward: Gradient | Callable) -> Gradient:
     if isinstance(backward, Gradient):
         rule = backward
     else:
@@ -471,19 +477,51 @@ def _read_backward(name: str, backward: Gradient | Callable) -> Gradient:
         rule = Gradient(of_all, save=lambda args, outputs: (len(args), *args, *outputs))
 
     def checked(saved: Sequence, cotangents: tuple) -> Sequence:
-        grads = rule.backward(saved, cotangents)
+        kinds, *values = saved
+        grads = rule.backward(values, cotangents)
         if not isinstance(grads, (tuple, list)):
             raise TypeError(
                 f"{name}: backward returned {type(grads).__name__}; wanted a tuple with one "
                 "cotangent for each argument; fix: return (x,)"
             )
+        _check_cotangents(name, names, kinds, grads)
         return grads
 
-    return Gradient(checked, rule.save, rule.auxiliary)
+    def save(args: tuple, outputs: tuple) -> tuple:
+        kinds = tuple(_describe(x) if isinstance(x, torch.Tensor) else None for x in args)
+        return (kinds, *rule.save(args, outputs))
+
+    return Gradient(checked, save, rule.auxiliary)
+
+
+def _check_cotangents(
+    name: str, names: Sequence[str], kinds: Sequence[_TensorRow | None], grads: Sequence
+) -> None:
+    """Refuse cotangents that are not like the arguments, of these kinds (None: no tensor)."""
+    if len(grads) != len(kinds):
+        raise ValueError(
+            f"{name}: backward returned {len(grads)} cotangents; wanted one for each of the "
+            f"{len(kinds)} arguments ({', '.join(names)}); fix: return None for those without"
+        )
+    problems = []
+    for operand, kind, grad in zip(names, kinds, grads, strict=True):
+        if grad is None or (kind is not None and not kind.dtype.is_floating_point):
+            continue
+        got = _describe(grad) if isinstance(grad, torch.Tensor) else type(grad).__name__
+        if kind is None:
+            problems.append(Problem(operand, f"{got}", "None, as it is no tensor"))
+        elif not isinstance(got, _TensorRow):
+            problems.append(Problem(operand, got, f"a tensor, {kind}", "torch.full_like(...)"))
+        elif got != kind:
+            fix = (
+                "sum it over dims that the operand lacks" if got.shape != kind.shape else "cast it"
+            )
+            problems.append(Problem(operand, f"{got}", f"{kind}, as the operand", fix))
+    raise_problems(f"{name}: backward returned cotangents that are not like the operands", problems)
 
 
 def _derive_batch(
-    reference: Callable, derived: bool, dims: TensorDims | None, found: _Signature
+    name: str, reference: Callable, derived: bool, dims: TensorDims | None, found: _Signature
 ) -> Callable:
     if dims is not None and any(dims.rows):
         own = zip(found.tensors, dims.rows, strict=True)
@@ -492,7 +530,13 @@ def _derive_batch(
         return map_one_by_one
 
     def batch(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple[Any, Any]:
-        out = torch.func.vmap(reference, in_dims)(*args)
+        try:
+            out = torch.func.vmap(reference, in_dims)(*args)
+        except (RuntimeError, KeyError) as error:
+            if (means := explain_error(error)) is None:
+                raise
+            means = means.removeprefix("shard_map: ").replace("the program", "its reference", 1)
+            raise ValueError(f"{name} under vmap: {means}") from error
         return out, (0,) * len(out) if isinstance(out, tuple) else 0
 
     return batch

@@ -233,6 +233,13 @@ class _Inference:
         """
         consts, carry, xs = op.divide([values[value] for value in equation.operands])
         ys: list[Variation] = [{} for _ in op.body.outputs[op.num_carry :]]
+        if op.length == 0:  # values of a body that never runs have types, and no faults
+            counts = len(self.problems), len(self.divided)
+            self._infer_block(
+                op.body, dict(zip(op.body.inputs, [*consts, *carry, *xs], strict=True))
+            )
+            del self.problems[counts[0] :], self.divided[counts[1] :]
+            return [*carry, *ys]
         before: list[Sequence[Variation]] = []  # the carry before every iteration
         place: dict[Any, int] = {}
         for step in range(op.length):

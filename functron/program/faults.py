@@ -47,9 +47,13 @@ def nans(f: Callable, *, infs: bool = True) -> Callable:
 
     It is traced, on any mesh, with the backward pass that it has in it, and run by the interpreter:
     on all ranks of a simulated mesh in lockstep, or on the processes of a bound one. Where all
-    numbers are finite it returns what `f` does; else the error names the equation that made the
-    first NaN or infinity, its line, named scopes and phase, the row of each scan around it, the
-    ranks, and the ranges of its operands; or the argument that came with one.
+    numbers that results depend on are finite it returns what `f` does; else the error names the
+    equation that made the first other one, its line, named scopes and phase, the row of each scan
+    around it, the ranks, and the ranges of its operands; or the argument that came with one.
+
+    A NaN that is made and not selected, by ``torch.where`` or in a branch that rows of a vmap do
+    not take, is passed over: with a number in its place results are the same. For each equation
+    that makes some the program runs once more, without its prints and callbacks.
 
     >>> try:
     ...     ft.debug.nans(lambda x: torch.sqrt(x - 1).sum())(torch.tensor([2.0, 0.5]))
@@ -75,16 +79,16 @@ def nans(f: Callable, *, infs: bool = True) -> Callable:
     @public
     def searched(*args: tree.Tree) -> tree.Tree:
         program, mesh = _trace_ranks(f, args), getattr(f, "mesh", None)
-        bound = mesh if isinstance(mesh, BoundMesh) else None
-        search = _Search(program, infs, raises=bound is None)
+        if isinstance(mesh, BoundMesh):
+            return _run_bound(name, program, mesh, args, infs)
         leaves = program.flatten(args)
-        search.read_inputs(program.inputs, leaves)
-        if bound is None:
-            with watching_numbers(search):
-                out = run_in_lockstep(program, *args)
-            search.read_outputs(program, tree.leaves(out))
-            return out
-        return _run_bound(name, program, bound, leaves, search)
+        made = _run_until_told(
+            program, infs, leaves,
+            run=lambda: tree.leaves(run_in_lockstep(program, *args)),
+            gather=lambda one: [({}, one)],
+            most=100_000 + 10 * sum(count for _, count in program.block.walk()),
+        )  # fmt: skip
+        return tree.unflatten(program.out_structure, made)
 
     return searched
 
@@ -94,67 +98,142 @@ def _trace_ranks(f: Callable, args: tuple) -> Program:
     return trace(f)(*args) if isinstance(f, MappedFunction) else trace(f, simulate=True)(*args)
 
 
-def _run_bound(
-    name: str,
-    program: Program,
-    mesh: BoundMesh,
-    leaves: Mapping[Var, torch.Tensor],
-    search: _Search,
-) -> tree.Tree:
+def _run_bound(name: str, program: Program, mesh: BoundMesh, args: tuple, infs: bool) -> tree.Tree:
     """The results on this process; all of them run to the end, and then raise the same error."""
     axes, absent = bound_axes(mesh)
-    with JointCall(f"nans of {name}", mesh, alike=None):
-        with bind(axes, absent=absent), watching_numbers(search):
-            values = {**leaves, **ambient_inputs(program.inputs)}
-            results = run_block(program.block, values)
-        made = [r if isinstance(o.value, Var) else o.value
+    leaves = program.flatten(args)
+
+    def run() -> list:
+        with bind(axes, absent=absent):
+            results = run_block(program.block, {**leaves, **ambient_inputs(program.inputs)})
+        return [r if isinstance(o.value, Var) else o.value
                 for r, o in zip(results, program.outputs, strict=True)]  # fmt: skip
-        search.read_outputs(program, made)
-        everywhere: Any = [(mesh.coordinate, search.found)]
+
+    def gather(one: Any) -> list:
+        everywhere: list = [(mesh.coordinate, one)]
         for axis in axes:
-            parts: list = [None] * axis.size
+            parts: Any = [None] * axis.size
             dist.all_gather_object(parts, everywhere, compat.group(axis.group))
             everywhere = [row for part in parts for row in part]
-        found = [(at, one) for at, one in everywhere if one is not None]
-        if found:
-            first = min(one.step for _, one in found)
-            rows = [(at, one) for at, one in found if one.step == first]
-            raise ValueError(rows[0][1].tell([at for at, _ in rows], mesh.size))
+        return everywhere
+
+    with JointCall(f"nans of {name}", mesh, alike=None):
+        made = _run_until_told(program, infs, leaves, run, gather)
     return tree.unflatten(program.out_structure, made)
+
+
+def _run_until_told(
+    program: Program,
+    infs: bool,
+    leaves: Mapping[Var, torch.Tensor],
+    run: Callable[[], list],
+    gather: Callable[[Any], list[tuple[Mapping[str, int], Any]]],
+    most: int | None = None,
+) -> list:
+    """The results of a program, of which no number that is not finite has a part.
+
+    It runs again with finite numbers in place of the first ones that are not. Where the results
+    stay, nothing has read those, as where all branches run and one is selected: the next ones are
+    looked at, until results differ.
+
+    Args:
+        run: the program, to its flat results.
+        gather: from a value of this process to each process's, with its coordinate.
+        most: the number of equations that may still run after the first such number; None: any.
+    """
+    replaced: set[int] = set()
+    first: list | None = None
+    told: tuple[str, BaseException | None] | None = None
+    while True:
+        search = _Search(program, infs, frozenset(replaced), first is not None, most)
+        search.read_inputs(program.inputs, leaves)
+        made: list | None = None
+        error: Exception | None = None
+        try:
+            with watching_numbers(search):
+                made = run()
+            search.read_outputs(program, made)
+        except Exception as caught:
+            if most is None or (first is None and search.found is None):
+                raise
+            error = caught
+        changed = error is not None or (first is not None and not _are_equal(first, made))
+        rows = gather((search.found, changed))
+        if told is not None and any(one[1] for _, one in rows):
+            raise ValueError(told[0]) from told[1]
+        found = [(at, one[0]) for at, one in rows if one[0] is not None]
+        first = made if first is None else first
+        if not found:
+            assert first is not None
+            return first
+        step = min(one.step for _, one in found)
+        rows = [(at, one) for at, one in found if one.step == step]
+        cause = None if isinstance(error, _EndlessError) else error
+        told = rows[0][1].tell([at for at, _ in rows], program.mesh.size), cause
+        if error is not None or rows[0][1].equation is None:
+            raise ValueError(told[0]) from cause
+        replaced |= {one.equation for _, one in rows if one.equation is not None}
+
+
+class _EndlessError(Exception):
+    """More equations have run than a program has: it may never end."""
+
+
+def _are_equal(some: Sequence, others: Sequence | None) -> bool:
+    """Whether two lists of results have the same numbers, of which NaN are the same."""
+    return others is not None and all(
+        not isinstance(a, torch.Tensor) or bool(((a == b) | ((a != a) & (b != b))).all())
+        for a, b in zip(some, others, strict=True)
+    )
 
 
 @dataclass(frozen=True)
 class _Finding:
-    """The first number that is not finite: after how many equations, and what is said of it."""
+    """The first number that is not finite: after how many equations, and what is said of it.
+
+    Attributes:
+        places: the coordinates of ranks in lockstep that have it; none: they are told otherwise.
+        equation: the number of the equation that made it; None: none did.
+    """
 
     step: int
     head: str
     lines: tuple[str, ...]
+    places: tuple[Mapping[str, int], ...] = ()
+    equation: int | None = None
 
     def tell(self, places: Sequence[Mapping[str, int]], num_ranks: int) -> str:
         """The message, with the ranks."""
-        shown = [",".join(f"{k}={v}" for k, v in at.items()) for at in places]
+        shown = [",".join(f"{k}={v}" for k, v in at.items()) for at in self.places or places]
         named = f"ranks {'; '.join(shown[:_FEW])}" if len(shown) > 1 else f"rank {shown[0]}"
         named += f" and {len(shown) - _FEW} more" if len(shown) > _FEW else ""
+        ranked = num_ranks > 1 and shown[0]
         where = "all ranks" if len(shown) == num_ranks else named
-        return "\n  ".join([self.head + (f", on {where}" if num_ranks > 1 else ""), *self.lines])
+        return "\n  ".join([self.head + (f", on {where}" if ranked else ""), *self.lines])
 
 
 _FEW = 4
 
 
 class _Search:
-    """Looks for the first number that is not finite, in a program that runs.
+    """Looks for the first number that is not finite, in a program that runs, to keep in `found`.
 
     Args:
         infs: whether an infinity is one.
-        raises: raise when it is found; or keep it in `found`.
+        replaced: the numbers of equations whose results are made finite.
+        quiet: whether effects have been had before.
+        most: as of `_run_until_told`.
     """
 
-    def __init__(self, program: Program, infs: bool, *, raises: bool):
-        self.mesh, self.infs, self.raises = program.mesh, infs, raises
+    def __init__(
+        self, program: Program, infs: bool, replaced: frozenset[int], quiet: bool, most: int | None
+    ):
+        self.mesh, self.infs, self.quiet = program.mesh, infs, quiet
         self.rows: list[tuple[str, int]] = []
         self.found: _Finding | None = None
+        self._replaced, self._most = replaced, most
+        equations = (e for block in program.block.walk_blocks() for e in block.equations)
+        self._numbers = {id(equation): k for k, equation in enumerate(equations)}
         self._sources: dict[str, None] = {}  # of infinities on purpose
         self._step = 0
 
@@ -167,7 +246,7 @@ class _Search:
             name = f"argument {given.path}" if given.role == "argument" else "a constant"
             if bad.nans:
                 head = f"nans: {name} comes with numbers that are not finite"
-                self._tell(head, [f"{given.var!r} {_describe(value)}"], [{}], 1)
+                self._tell(head, [f"{given.var!r} {_describe(value)}"])
             else:
                 self._sources[f"{name}, {_describe(value)}"] = None
 
@@ -180,6 +259,13 @@ class _Search:
                     x.zero_()  # whatever was in that memory says nothing
             return
         if self.found is not None:
+            if self._most is not None and self._step > self.found.step + self._most:
+                raise _EndlessError
+            return
+        if self._numbers[id(equation)] in self._replaced:
+            for x in (x for value in results for x in _ranks_of(value)):
+                if _count_bad(x):
+                    x.masked_fill_(x.isfinite().logical_not(), _ORDINARY)
             return
         columns = [[_count_bad(x) for x in _ranks_of(value)] for value in results]
         bad = [any(row) and _takes_part(k) for k, row in enumerate(zip(*columns, strict=True))]
@@ -211,8 +297,9 @@ class _Search:
         lines += [f"operand {v!r} {_describe(_ranks_of(x)[first])}" for v, x in seen.items()]
         if any(_count_bad(_ranks_of(x)[first]) for x in seen.values()) and self._sources:
             lines.append(f"infinities before it: {'; '.join([*self._sources][:_FEW])}")
-        places = [self.mesh.coordinate(rank) for rank in ranks]
-        self._tell(head, lines, places, self.mesh.size)
+        simulated = len(columns[0]) == self.mesh.size
+        places = [self.mesh.coordinate(rank) for rank in ranks] if simulated else []
+        self._tell(head, lines, places, self._numbers[id(equation)])
 
     def read_outputs(self, program: Program, leaves: Sequence[Any]) -> None:
         """Look whether infinities of arguments have come through."""
@@ -224,13 +311,11 @@ class _Search:
                 path = output.path or "0"
                 head = f"nans: output {path} has infinities that came with arguments"
                 lines = [_describe(value), f"infinities before it: {'; '.join(given[:_FEW])}"]
-                self._tell(head, lines, [{}], 1)
+                self._tell(head, lines)
                 return
 
-    def _tell(self, head: str, lines: list[str], places: list, num_ranks: int) -> None:
-        self.found = self.found or _Finding(self._step, head, tuple(lines))
-        if self.raises:
-            raise ValueError(self.found.tell(places, num_ranks))
+    def _tell(self, head: str, lines: list[str], places: Sequence = (), at: int | None = None):
+        self.found = self.found or _Finding(self._step, head, tuple(lines), tuple(places), at)
 
 
 def _takes_part(rank: int) -> bool:
@@ -239,6 +324,7 @@ def _takes_part(rank: int) -> bool:
 
 
 _UNWRITTEN = ("empty", "new_empty")
+_ORDINARY = 0.7371  # that no operation is likely to give in place of what is not finite
 
 
 def _ranks_of(value: Any) -> Sequence[torch.Tensor]:

@@ -88,9 +88,11 @@ class NumberWatch(Protocol):
 
     Attributes:
         rows: the scans around an equation, outermost first, each with the row that is computed.
+        quiet: effects are left out.
     """
 
     rows: list[tuple[str, int]]
+    quiet: bool
 
     def see(self, equation: Equation, operands: Sequence[Any], results: Sequence[Any]) -> None:
         """Look at one equation that is no scan: tensors, or `RankValues` of ranks in lockstep."""
@@ -251,6 +253,8 @@ def _run(
                 results = _run_scan(equation, operands, mesh, sliced, places)
             elif isinstance(equation.op, ControlFlow):
                 results = _run_flow(equation, [values[v] for v in equation.args], mesh)
+            elif watch is not None and watch.quiet and not equation.outputs:
+                results = []
             else:
                 results = _run_equation(equation, values, mesh)
                 if watch is not None:

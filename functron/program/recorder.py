@@ -244,13 +244,18 @@ def from_line(line: str) -> AbstractContextManager[None]:
 
 
 class Frame:
-    """A list of equations being recorded, and the frame around it."""
+    """A list of equations being recorded, and the frame around it.
+
+    Attributes:
+        stands_for: of inputs that are values of the frame around it whenever it runs, these values.
+    """
 
     def __init__(self, outer: Frame | None = None):
         self.outer = outer
         self.equations: list[Equation] = []
         self.known: set[Var] = set()
         self.captured: dict[Var, Var] = {}
+        self.stands_for: dict[Var, Var] = {}
 
 
 class Recorder(TorchDispatchMode):

@@ -37,6 +37,7 @@ import inspect
 import re
 import types
 import typing
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -391,13 +392,23 @@ def type_of_value(program: Code, name: str, flow: ProgramReadings) -> ValueType:
     return _make_type(found.shape, found.dtype, reading, flow.differs[found], axes)
 
 
+def _name_inputs(stands_for: Mapping[Var, Var]) -> Iterator[Equation]:
+    """Equations that say of inputs of a branch what they are outside."""
+    for inner, outer in stands_for.items():
+        yield Equation(torch.ops.aten.alias.default, (outer,), {}, (inner,))
+
+
 def _type_while_traced(recorder: Recorder, x: torch.Tensor) -> ValueType:
     """The type of a value of the program that is being recorded, by its equations so far."""
     plain, batched, own = compat.physical(x)
     var = recorder.var(plain)
     sizes = {name: size for name, size in scope().traced.items() if size > 1}
     frames = recorder.frames
-    equations = tuple(equation for frame in frames for equation in frame.equations)
+    equations = tuple(
+        equation
+        for frame in frames
+        for equation in (*_name_inputs(frame.stands_for), *frame.equations)
+    )
     made = {value for equation in equations for value in equation.results}
     given = [*recorder.given, *(Input(v, "", P(), role="constant") for v in recorder.constants)]
     known = made | {each.var for each in given}
@@ -553,9 +564,13 @@ def typed(fn: F) -> F:
     ...     return x @ w
 
     Sizes are this rank's; the same word is the same size within one call. Dims and dtypes are
-    checked where jaxtyping is installed. Tuples, lists and dicts of annotations work. What `typeof`
-    cannot tell passes: in simulation whether a value that varies is split or partial, on processes
-    all of it, which is why they check on fake tensors first.
+    checked where jaxtyping is installed. Tuples, lists and dicts of annotations work.
+
+    What `typeof` cannot tell passes with a warning that says so: in simulation whether a value that
+    varies is split or partial; in a trace that too, where it follows from no rule, as of a partial
+    value by `torch.relu` or with a bias added, and all that comes from the arguments of a loop's
+    body. Arguments of branches are known. On processes nothing is told of computed values, which is
+    why they check on fake tensors first.
 
     Raises:
         TypeError: there is no annotation.
@@ -710,10 +725,30 @@ def _check_one(path: str, wanted: _Wanted, value: Any, sizes: dict[str, Any]) ->
         if name not in known:
             yield Problem(path, f"an annotation with axis {name!r}", "axes of the mesh",
                           nearest(name, known, scope().axes))  # fmt: skip
+    untold = []
     for name, at in own.axes:
         want = wanted.axes.get(name, AxisType("replicated"))
         if _refutes(at, want):
             yield Problem(path, got, f"{name}: {want}", _fix_axis(name, at, want))
+        elif at != want and want.kind != "varying":
+            untold.append(f"{name}: {want}")
+    if untold and not any(isinstance(axis, BoundAxis) for axis in scope().axes.values()):
+        _warn_untold(path, got, untold)
+
+
+def _warn_untold(path: str, got: str, untold: Sequence[str]) -> None:
+    """Say of a value that it may be what its annotation says, or not."""
+    traced = active() is not None
+    why = (
+        "it comes of an operation that is not linear, or has no rule, or of the arguments of a loop"
+        if traced
+        else "a simulation knows what varies, and not how; ft.trace knows more"
+    )
+    warnings.warn(
+        f"typed at {user_line()}: cannot be told here whether {path} is {', '.join(untold)}: got "
+        f"{got}; {why}",
+        stacklevel=2,
+    )
 
 
 def _refutes(got: AxisType, wanted: AxisType) -> bool:

@@ -198,7 +198,8 @@ def all_gather(
         shape, out = leaf.shape, leaf
         for mesh_axis in reversed(axes):
             out = primitives.AllGather.call(out, mesh_axis)
-        out = out.reshape(-1, *shape).movedim(0, dim)
+        count = math.prod(mesh_axis.size for mesh_axis in axes)
+        out = out.reshape(count, *shape).movedim(0, dim)
         return out.flatten(dim, dim + 1) if tiled else out
 
     return tree.map(one, x)

@@ -18,26 +18,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
-from functron.core.closure import closed_values, find_tensors, hoist, refuse_holders, refuse_orphans
+from functron.core.closure import find_tensors, hoist, refuse_holders, refuse_orphans
 from functron.core.errors import Problem, public, raise_problems, refuse
-from functron.core.functions import Function
 from functron.core.scopes import in_scopes, scope_names
 from functron.program.callbacks import effects_where
 from functron.program.check import ROW_INDEX
-from functron.program.recorder import active, not_recording
+from functron.program.recorder import active
 from functron.spmd.axes import (
-    BoundAxis,
     SimulatedAxis,
     TracedAxis,
     enter,
@@ -45,9 +40,22 @@ from functron.spmd.axes import (
     scope,
     user_line,
 )
-from functron.spmd.primitives import Vary
 from functron.spmd.simulate import no_share, varying_axes
 from functron.transforms.capture import refusing_names
+from functron.transforms.look_ahead import (
+    BranchResult,
+    ResultAxes,
+    check_alike,
+    compare_results,
+    derive_alike,
+    is_moving,
+    look_ahead,
+    look_back,
+    make_fake,
+    mark_irreversible,
+    may_reverse,
+    vary_over,
+)
 from functron.transforms.scan import scan
 from functron.transforms.traced_flow import trace_switch, trace_while
 
@@ -70,7 +78,9 @@ def cond(
     row of a vmap, all branches run and results are selected; on processes each rank runs its own
     branch. A branch that is not taken has no part in a derivative, also where it is not finite.
     A program that is traced has both branches, and runs one. Before a call of the same code and
-    shapes runs first, both run on fake tensors.
+    shapes runs first, both run on fake tensors, and backward. So a derivative in reverse is refused
+    that either of them lacks, as of a `while_loop`, also where it is not taken; but not of a
+    predicate that is a Python number, nor where functions cannot run without numbers.
 
     Args:
         pred: a number, which is decided at once, or a 0-dim tensor; of numbers, whether not zero.
@@ -228,18 +238,18 @@ def map(f: Callable, xs: tree.Tree, *, batch_size: int | None = None) -> tree.Tr
 
     Args:
         f: returns a tree of tensors.
-        xs: a tree of tensors with a common leading dim, which is not 0.
+        xs: a tree of tensors with a common leading dim. Of 0, `f` runs on fake tensors.
         batch_size: so many at a time, by vmap, with what is left over at the end.
 
     Raises:
-        ValueError: leading dims differ or are 0, or `batch_size` is less than 1.
+        ValueError: leading dims differ, or `batch_size` is less than 1.
     """
     _check_functions("map", {"f": f})
     leaves, structure = tree.flatten(xs)
-    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
-    if len(sizes) != 1 or 0 in sizes:
+    sizes = {leaf.shape[0] if leaf.dim() else -1 for leaf in leaves}
+    if len(sizes) != 1 or -1 in sizes:
         got = f"leaves of shapes {[tuple(leaf.shape) for leaf in leaves]}"
-        refuse("map", "xs", got, "leaves with one leading dim, of at least 1")
+        refuse("map", "xs", got, "leaves with one leading dim")
     rows = sizes.pop()
     if batch_size is None:
         return scan(lambda _, x: (None, _as_tensors("map", "y", f(x), leaves)), None, xs)[1]
@@ -247,8 +257,8 @@ def map(f: Callable, xs: tree.Tree, *, batch_size: int | None = None) -> tree.Tr
         refuse("map", "batch_size", batch_size, "at least 1")
     whole = rows - rows % batch_size
     parts = []
-    if whole:
-        blocks = [leaf[:whole].unflatten(0, (-1, batch_size)) for leaf in leaves]
+    if whole or not rows:
+        blocks = [leaf[:whole].unflatten(0, (rows // batch_size, batch_size)) for leaf in leaves]
         step = lambda _, x: (None, _map_rows(f, x))  # noqa: E731
         _, ys = scan(step, None, tree.unflatten(structure, blocks))
         parts.append(tree.map(lambda y: y.flatten(0, 1), ys))
@@ -299,9 +309,10 @@ def select_n(which: torch.Tensor, *cases: torch.Tensor) -> torch.Tensor:
     for k, case in enumerate(cases):
         if not isinstance(case, torch.Tensor):
             problems.append(Problem(f"cases[{k}]", repr(case), "a tensor", "torch.full_like(...)"))
-        elif isinstance(first, torch.Tensor) and _kind(case) != _kind(first):
-            wanted = f"{_words(first)}, as cases[0]"
-            problems.append(Problem(f"cases[{k}]", _words(case), wanted, "cast or expand it"))
+        elif isinstance(first, torch.Tensor) and BranchResult.of(case) != BranchResult.of(first):
+            wanted = f"{BranchResult.of(first)}, as cases[0]"
+            got = str(BranchResult.of(case))
+            problems.append(Problem(f"cases[{k}]", got, wanted, "cast or expand it"))
     if is_bool and len(cases) > 2:
         wanted = "at most 2 for a bool"
         problems.append(Problem("cases", str(len(cases)), wanted, "an index as which"))
@@ -332,7 +343,7 @@ def _branch(
 
     def choose(number: int) -> tree.Tree:
         out = _run_branch(what, labels[number], branches[number], operands)
-        return _derive_alike(out, branches, operands)
+        return derive_alike(out, branches, operands)
 
     if not isinstance(index, torch.Tensor):
         return choose(index)
@@ -342,11 +353,12 @@ def _branch(
     if compat.is_batched(index) or (recorder is None and unread):
         return _run_all(what, index, functions, operands)
     if recorder is None:
-        look = lambda: _run_all(what, index, functions, tree.map(_make_fake, operands))  # noqa: E731
-        varying = _look_ahead(look, what, branches, operands)
-        return _vary_over(choose(int(compat.read_number(index))), varying)
-    runs = [_name_branch(what, label, f) for label, f in functions.items()]
-    return trace_switch(recorder, index, runs, operands)
+        look = lambda: _run_all(what, index, functions, tree.map(make_fake, operands))  # noqa: E731
+        varying = look_ahead(look, what, branches, operands)
+        out = vary_over(choose(int(compat.read_number(index))), varying)
+        return mark_irreversible(out, look_back(what, branches, operands))
+    runs = {label: _name_branch(what, label, f) for label, f in functions.items()}
+    return trace_switch(recorder, index, runs, operands, word=what)
 
 
 def _name_branch(what: str, label: str, f: Callable) -> Callable:
@@ -359,38 +371,6 @@ def _name_branch(what: str, label: str, f: Callable) -> Callable:
 
 def _run_branch(what: str, label: str, f: Callable, operands: tuple) -> tree.Tree:
     return _as_tensors(what, label, f(*operands), tree.leaves(operands))
-
-
-def _derive_alike(out: tree.Tree, functions: Iterable[Callable], given: tree.Tree) -> tree.Tree:
-    """`out`, of which processes have derivatives by the same tensors, whatever each of them ran.
-
-    Otherwise a rank whose branch does without a tensor would not come to the collectives that bring
-    the others' derivatives.
-    """
-    if not any(isinstance(axis, BoundAxis) for axis in scope().axes.values()):
-        return out
-    hidden = [x for f in functions for x in hoist(f)[0]]
-    moving = [x for x in (*hidden, *tree.leaves(given)) if _is_moving(x)]
-    if not moving:
-        return out
-    # each derivative of this, of any order, depends on all of them; it is finite, and times zero
-    first = [x.flatten()[:1].sum() for x in moving]
-    parts = [(x.real if x.is_complex() else x).double() for x in first]
-    unread = torch.stack([x.nan_to_num(0.0, 0.0, 0.0).sin() for x in parts]).sum().sin()
-
-    def connect(x: torch.Tensor) -> torch.Tensor:
-        if not (x.is_floating_point() or x.is_complex()):
-            return x
-        always = torch.ones((), dtype=torch.bool, device=x.device)
-        return torch.where(always, x, unread.to(x.device, x.dtype))
-
-    return tree.map(connect, out)
-
-
-def _is_moving(x: Any) -> bool:
-    """Whether x has a derivative, by something around."""
-    moves = isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
-    return moves and compat.is_tracked(x, mapped=False)
 
 
 def _run_all(
@@ -409,13 +389,14 @@ def _run_all(
 
     with _uneven(index, f"the {word} of lax.{what} at {user_line()}"):
         found = {k: run(k, mask) for k, mask in zip(functions, masks, strict=True)}
-    _check_alike(what, found)
+    kinds = {label: tree.map(BranchResult.here, out) for label, out in found.items()}
+    check_alike(f"{what} at {user_line()}", kinds, functions)
     return tree.map(lambda *cases: _select(masks, cases), *found.values())
 
 
 def _derive_where(mask: torch.Tensor, x: Any) -> Any:
     """x, with a derivative only where the mask is true; others are zero whatever they came from."""
-    return torch.where(mask, x, x.detach()) if _is_moving(x) else x
+    return torch.where(mask, x, x.detach()) if is_moving(x) else x
 
 
 def _uneven(index: torch.Tensor, by: str) -> AbstractContextManager[None]:
@@ -440,147 +421,6 @@ def _require_alike(index: torch.Tensor, outer: Callable | None, op: str, name: s
         axis.mark(compat.plain(index), "require_replicated")
 
 
-def _check_alike(what: str, found: dict[str, tree.Tree]) -> None:
-    """Raise ValueError for results of branches that differ from those of the first."""
-    (first, like), *others = found.items()
-    problems = [row for name, out in others for row in _compare(like, out, name, f"in {first}")]
-    raise_problems(f"{what}: branches must return the same structure, shapes and dtypes", problems)
-
-
-def _compare(like: tree.Tree, out: tree.Tree, name: str, where: str) -> Iterable[Problem]:
-    """The problems of `out` where it is not like another tree of tensors."""
-    wanted, got = dict(tree.items(like)), dict(tree.items(out))
-    fix = "return the same containers and keys; torch.zeros_like stands for what is not there"
-    for path in [*wanted, *(path for path in got if path not in wanted)]:
-        at = f"{name}/{path}" if path else name
-        if path not in got:
-            yield Problem(at, "nothing", f"{_words(wanted[path])}, as {where}", fix)
-        elif path not in wanted:
-            yield Problem(at, _words(got[path]), f"nothing, as {where}", fix)
-        elif _kind(got[path]) != _kind(wanted[path]):
-            cast = "cast or reshape it"
-            yield Problem(at, _words(got[path]), f"{_words(wanted[path])}, as {where}", cast)
-    if wanted.keys() == got.keys() and tree.structure(like) != tree.structure(out):
-        yield Problem(name, str(tree.structure(out)), f"{tree.structure(like)}, as {where}", fix)
-
-
-def _kind(x: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return x.shape, x.dtype
-
-
-def _words(x: torch.Tensor) -> str:
-    return f"{tuple(x.shape)} {x.dtype}"
-
-
-# --- types
-
-
-class _Probe:
-    """A function of fake tensors; those of the same code and operands are equal.
-
-    Attributes:
-        run: to a tree of tensors, from which `_find_varying` learns, and which it then forgets.
-    """
-
-    def __init__(self, run: Callable[[], tree.Tree], *given: Any):
-        self.run: Any = run
-        axes = tuple((name, axis and axis.size) for name, axis in scope().axes.items())
-        self._key = _describe(given, set()), axes, tuple(scope().uneven)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Probe) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
-def _describe(value: Any, seen: set[int]) -> Any:
-    """A key for code, what it closes over, and the shapes, dtypes and variation of operands."""
-    if isinstance(value, torch.Tensor):
-        return *_kind(value), compat.is_batched(value), varying_axes(value)
-    if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
-        return type(value), value
-    if id(value) in seen:
-        return None
-    seen.add(id(value))
-    kind: Any = type(value)
-    if isinstance(value, types.FunctionType):
-        kind, parts = value.__code__, closed_values(value, code=True)
-    elif isinstance(value, functools.partial):
-        parts = value.func, value.args, value.keywords
-    elif isinstance(value, types.MethodType):
-        parts = value.__func__, value.__self__
-    elif tree.is_leaf(value):
-        return _Identity(value)
-    else:
-        parts, kind = tree.flatten(value)
-    return kind, *(_describe(part, seen) for part in parts)
-
-
-class _Identity:
-    """An object, equal to itself as long as it lives."""
-
-    def __init__(self, value: Any):
-        self.hash = id(value)
-        try:
-            self.find: Callable[[], Any] = weakref.ref(value)
-        except TypeError:
-            self.find = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        found = self.find()
-        return isinstance(other, _Identity) and found is not None and found is other.find()
-
-    def __hash__(self) -> int:
-        return self.hash
-
-
-def _make_fake(x: Any) -> Any:
-    return torch.empty_like(x) if isinstance(x, torch.Tensor) else x
-
-
-ResultAxes = tuple[tuple[str, ...], ...] | None
-
-
-def _look_ahead(run: Callable[[], tree.Tree], *given: Any) -> ResultAxes:
-    """The axes over which each result varies, whatever runs, by a run on fake tensors.
-
-    It refuses what cannot be, and runs once for the same code and operands. Where nothing is
-    simulated it is for shapes alone. On processes, for which it has been simulated, there is
-    nothing to learn: None.
-    """
-    axes = [axis for axis in scope().axes.values() if axis is not None]
-    if scope().stages or not all(isinstance(axis, SimulatedAxis) for axis in axes):
-        return None
-    probe = _Probe(run, *given)
-    try:
-        hash(probe)
-    except TypeError:  # of a node of the user's
-        return _find_varying.__wrapped__(probe)
-    return _find_varying(probe)
-
-
-def _vary_over(out: tree.Tree, varying: ResultAxes) -> tree.Tree:
-    leaves, structure = tree.flatten(out)
-    for i, names in enumerate(varying or ()):
-        for name in set(names) - {*varying_axes(leaves[i])}:
-            axis: Any = scope().axes[name]
-            leaves[i] = Vary.call(leaves[i], axis)
-    return tree.unflatten(structure, leaves)
-
-
-@functools.lru_cache(1024)
-def _find_varying(probe: _Probe) -> ResultAxes:
-    """The axes over which each result varies; None where it cannot be run without numbers."""
-    run, probe.run = probe.run, None  # which the cache is not to keep
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        with not_recording(), compat.no_dispatch_modes(), fake, torch.no_grad():
-            return tuple(varying_axes(x) for x in tree.leaves(run()))
-    except RuntimeError:  # of a function that reads numbers, or calls itself
-        return None
-
-
 # --- loops
 
 
@@ -596,10 +436,10 @@ def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) ->
         return _fit_carry(what, carry, body_fun(carry))
 
     by = f"the predicate of lax.{what} at {user_line()}"
-    look = lambda: _run_fake_loop(by, holds, advance, tree.map(_make_fake, init))  # noqa: E731
+    look = lambda: _run_fake_loop(by, holds, advance, tree.map(make_fake, init))  # noqa: E731
     if (recorder := active()) is not None:
         if any(isinstance(axis, SimulatedAxis) for axis in scope().axes.values()):
-            _look_ahead(look, what, *functions, init)  # of a simulation that is compiled
+            look_ahead(look, what, *functions, init)  # of a simulation that is compiled
         last = trace_while(recorder, lambda carry: torch.as_tensor(holds(carry)), advance, init)
     elif compat.proxies_active():
         got, wanted = "a trace by make_fx, as of torch.func.linearize", "one by functron.trace"
@@ -607,10 +447,10 @@ def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) ->
     elif compat.faking():
         last = _run_fake_loop(by, holds, advance, init)
     else:
-        varying = _look_ahead(look, what, *functions, init)
+        varying = look_ahead(look, what, *functions, init)
         last = _run_loop(by, holds, advance, init, varying)
         if compat.pushing_forward():
-            last = _derive_alike(last, functions, init)
+            last = derive_alike(last, functions, init)
     return _refuse_reverse(what, last)
 
 
@@ -618,7 +458,7 @@ def _run_loop(
     by: str, holds: Callable, advance: Callable, init: tree.Tree, varying: ResultAxes
 ) -> tree.Tree:
     going: bool | torch.Tensor = True
-    carry = _vary_over(init, varying)
+    carry = vary_over(init, varying)
     with contextlib.ExitStack() as inside:
         while True:
             with effects_where(going):
@@ -632,7 +472,7 @@ def _run_loop(
                 running = compat.read_number(going)
                 going = True
             with effects_where(going):
-                after = _vary_over(advance(carry), varying) if running else carry
+                after = vary_over(advance(carry), varying) if running else carry
             if isinstance(going, torch.Tensor):
                 # also where nothing is left to do, so that the result varies as if there were
                 after = _advance_rows(going, after, carry)
@@ -678,7 +518,7 @@ def _fit_carry(what: str, before: tree.Tree, after: tree.Tree) -> tree.Tree:
     after = _as_tensors(what, "carry", after, tree.leaves(before))
     raise_problems(
         f"{what}: the carry must keep its structure, shapes and dtypes",
-        _compare(before, after, "carry", "before the step"),
+        compare_results(before, after, "carry", "before the step"),
     )
     return after
 
@@ -693,8 +533,7 @@ def _as_like(value: Any, like: torch.Tensor) -> Any:
 
 def _refuse_reverse(what: str, carry: tree.Tree) -> tree.Tree:
     """`carry`, through which no derivative in reverse passes."""
-    by_transform = "grad" in compat.transform_names()
-    if not (by_transform or torch.is_grad_enabled()):
+    if not may_reverse():
         return carry
     ways = {
         "while_loop": "lax.fori_loop with ints as bounds, or ft.scan, and in them torch.where for "
@@ -708,41 +547,7 @@ def _refuse_reverse(what: str, carry: tree.Tree) -> tree.Tree:
         "lax.stop_gradient where none is meant"
     )
 
-    def mark(x: torch.Tensor) -> torch.Tensor:
-        reversed_ = _is_moving(x) and (by_transform or compat.requires_grad(x))
-        out: Any = _Irreversible.apply(x, told) if reversed_ else x
-        return out
-
-    return tree.map(mark, carry)
-
-
-class _Irreversible(Function):
-    """y = x, without a derivative in reverse."""
-
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(x, told):
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.told = inputs[1]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, cotangent) -> Any:
-        if cotangent is not None:
-            raise ValueError(ctx.told)
-        return None, None
-
-    @staticmethod
-    def jvp(ctx, tangent, _) -> Any:
-        return None if tangent is None else tangent.view_as(tangent)
-
-    @staticmethod
-    def vmap(info, in_dims, x, told):
-        return _Irreversible.apply(x, told), in_dims[0]
+    return mark_irreversible(carry, (told,) * len(tree.leaves(carry)))
 
 
 # --- what is given

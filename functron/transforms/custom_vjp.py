@@ -78,13 +78,19 @@ def custom_vjp(
         TypeError: a leaf of `forward`'s output is no tensor.
     """
 
+    return _follow_rule("custom_vjp", f, forward, backward, jvp)
+
+
+def _follow_rule(
+    word: str, f: Callable, forward: Callable, backward: Callable, jvp: Callable | None
+) -> Callable:
     @functools.wraps(f)
     def wrapped(*args):
         with unwatched():  # what it computes is known to its own backward alone
             return call(*args)
 
     def call(*args):
-        refuse_holders("custom_vjp cannot see into these", "argument", args, tracked=True)
+        refuse_holders(f"{word} cannot see into these", "argument", args, tracked=True)
         if (keep := keeper()) is not None:
             return keep.custom_vjp(f, forward, backward, args)
 
@@ -94,7 +100,7 @@ def custom_vjp(
         site, operands = CallSite.of(functions, args)
         if not will_be_differentiated(operands[site.num_tokens :]):
             return f(*args)
-        rule = _Rule(site, operands, jvp is not None)
+        rule = _Rule(word, site, operands, jvp is not None)
         made: Any = _CustomVjp.apply(_Level.of(rule), *operands)
         return tree.unflatten(rule.out_structure, made[: rule.num_outputs])
 
@@ -142,14 +148,16 @@ def custom_jvp(f: Callable, jvp: Callable) -> Callable:
 
         return rule_vjp(linear, zeros)[1](cotangents)[0]
 
-    return custom_vjp(f, forward, backward, jvp)
+    return _follow_rule("custom_jvp", f, forward, backward, jvp)
 
 
 class _Rule:
     """Forward and backward as functions of flat operands.
 
     Attributes:
+        word: the name of what it was made by.
         site: of the call.
+        line: of the call, where functions close over tensors.
         has_jvp: whether tangents have a rule of their own.
         moving: the operands that have cotangents.
         num_outputs: the number of outputs. Other tensors that forward makes are those residuals
@@ -158,9 +166,10 @@ class _Rule:
         out_structure: of the outputs.
     """
 
-    def __init__(self, site: CallSite, operands: _Tensors, has_jvp: bool):
-        self.site, self.has_jvp = site, has_jvp
+    def __init__(self, word: str, site: CallSite, operands: _Tensors, has_jvp: bool):
+        self.word, self.site, self.has_jvp = word, site, has_jvp
         first = site.first_argument
+        self.line = user_line() if first > site.num_tokens else ""
         self.moving = [i for i, x in enumerate(operands) if i >= first and x.is_floating_point()]
         self.num_outputs = 0
         self.floats: list[int] = []
@@ -181,8 +190,8 @@ class _Rule:
         for leaf in outputs:
             if not isinstance(leaf, torch.Tensor):
                 raise TypeError(
-                    f"custom_vjp at {user_line()}: forward returned {type(leaf).__name__} in its "
-                    "output; wanted a tree of tensors; fix: return what is static outside"
+                    f"{self.word} at {user_line()}: the function returned {type(leaf).__name__} in "
+                    "its output; wanted a tree of tensors; fix: return what is static outside"
                 )
         self.num_outputs = len(outputs)
         self.floats = [i for i, leaf in enumerate(outputs) if leaf.is_floating_point()]
@@ -385,7 +394,7 @@ class _CustomVjp(LevelFunction):
         level, *operands = primals
         made: Any = cls.apply(*primals)
         rule = level.rule
-        _refuse_hidden(rule.site, [tangent is not None for tangent in tangents])
+        _refuse_hidden(rule, [tangent is not None for tangent in tangents])
         given = [
             torch.zeros_like(operands[i]) if tangents[1 + i] is None else tangents[1 + i]
             for i in rule.moving
@@ -401,7 +410,7 @@ class _CustomVjp(LevelFunction):
         level, count = ctx.level, ctx.num_operands
         saved = [compat.unwrap_if_dead(value) for value in ctx.saved_tensors]
         operands, made = saved[:count], saved[count:]
-        _refuse_hidden(level.rule.site, ctx.needs_input_grad)
+        _refuse_hidden(level.rule, ctx.needs_input_grad)
         floats = level.rule.floats
         if all(cotangents[i] is None for i in floats):
             return None, *(None for _ in operands)
@@ -413,13 +422,20 @@ class _CustomVjp(LevelFunction):
         return None, *replace_at([None] * count, level.rule.moving, moved)
 
 
-def _refuse_hidden(site: CallSite, moves: Sequence[bool]) -> None:
+def _refuse_hidden(rule: _Rule, moves: Sequence[bool]) -> None:
     """Raise ValueError where what the functions close over is differentiated."""
-    if any(moves[1 + site.num_tokens : 1 + site.first_argument]):
-        raise ValueError(
-            "custom_vjp: forward or backward closes over a tensor that is being "
-            "differentiated, for which backward returns no cotangent; fix: make it an argument"
-        )
+    site = rule.site
+    if not any(moves[1 + site.num_tokens : 1 + site.first_argument]):
+        return
+    which, of = {
+        "custom_vjp": ("forward or backward", "for which backward returns no cotangent"),
+        "custom_jvp": ("the function or its rule", "for which the rule is given no tangent"),
+    }[rule.word]
+    raise ValueError(
+        f"{rule.word} at {rule.line}: {which} closes over a tensor that is being differentiated, "
+        f"{of}; wanted arguments alone to be differentiated; fix: make it an argument, or close "
+        "over its lax.stop_gradient(x)"
+    )
 
 
 def _transpose(

@@ -27,6 +27,7 @@ from functron.transforms.capture import Relay, unwatched
 from functron.transforms.custom_vjp import custom_vjp
 from functron.transforms.gradient import (
     TensorSlots,
+    as_float_tensors,
     check_leaves,
     check_replicated,
     is_differentiated_outside,
@@ -89,8 +90,13 @@ class _Flat:
         paths = tree.paths(tree.unflatten(self.structure, self._leaves))
         nones = [x if tree.is_float(x) else None for x in self._leaves]
         wanted = tree.unflatten(self.structure, nones)
+        self._refuse_still(tangents, name)
         given = tree.same_structure(wanted, tangents, names=("the primals", "the tangents"))
-        rows = zip([paths[i] for i in self._places], self.moving, given, strict=True)
+        given: Any = [
+            torch.full_like(x, t) if isinstance(t, float) and not x.dim() else t
+            for x, t in zip(self.moving, given, strict=True)
+        ]
+        rows = list(zip([paths[i] for i in self._places], self.moving, given, strict=True))
         raise_problems(
             f"{name}: tangents must be like the primals",
             [
@@ -105,6 +111,36 @@ class _Flat:
             ],
         )
         return given
+
+    def _refuse_still(self, tangents: tuple, name: str) -> None:
+        """Raise TypeError for tangents of what is not floating point."""
+        primals = dict(tree.items(tree.unflatten(self.structure, self._leaves)))
+        raise_problems(
+            f"{name}: only floating-point primals have tangents",
+            [
+                Problem(
+                    f"tangents/{path}",
+                    f"one, of a primal of {_describe_kind(primals[path])}",
+                    "None",
+                    "make the primal floating-point, such as 3.0",
+                )
+                for path, _ in tree.items(tangents)
+                if path in primals and not tree.is_float(primals[path])
+            ],
+            TypeError,
+        )
+
+
+def _describe_kind(x: Any) -> str:
+    return str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
+
+
+def _move_floats(primals: tuple, tangents: tuple) -> tuple:
+    """The primals, with tensors in place of Python's floats that have tangents."""
+    moved = {path for path, _ in tree.items(tuple(tangents))}
+    leaves, structure = tree.flatten(tuple(primals))
+    rows = zip(tree.paths(tuple(primals)), leaves, strict=True)
+    return tree.unflatten(structure, [as_float_tensors(x) if p in moved else x for p, x in rows])
 
 
 class _WrittenOut:
@@ -187,8 +223,10 @@ def jvp(f: Callable, primals: tuple, tangents: tuple, *, has_aux: bool = False) 
 
     Args:
         f: returns a tree; with `has_aux`, ``(tree, anything)``.
-        primals: a tuple with a tree for each argument.
-        tangents: trees like them, with None in place of leaves that are not floating point.
+        primals: a tuple with a tree for each argument. Python's floats with a tangent are 0-dim
+            tensors of torch's default dtype for `f`.
+        tangents: trees like them, with None in place of leaves that are not floating point, and
+            floats for 0-dim ones.
         has_aux: whether `f` returns auxiliary values as well, which have no tangent.
 
     Returns:
@@ -196,7 +234,8 @@ def jvp(f: Callable, primals: tuple, tangents: tuple, *, has_aux: bool = False) 
 
     Raises:
         ValueError: tangents are not like the primals.
-        TypeError: a primal or result has an object with tensors, such as an unregistered dataclass.
+        TypeError: there is a tangent of what is not floating point; or a primal or result has an
+            object with tensors, such as an unregistered dataclass.
     """
     if not isinstance(primals, (tuple, list)) or not isinstance(tangents, (tuple, list)):
         kinds = type(primals).__name__, type(tangents).__name__
@@ -207,7 +246,7 @@ def jvp(f: Callable, primals: tuple, tangents: tuple, *, has_aux: bool = False) 
     if relay := Relay():
         return _relay(relay, f, has_aux, lambda g: jvp(g, primals, tangents, has_aux=True))
     refuse_holders("jvp cannot see into these", "primal", primals)
-    flat = _Flat(f, tuple(primals), has_aux)
+    flat = _Flat(f, _move_floats(primals, tangents), has_aux)
     refuse_orphans("jvp", flat.moving)
     with _written_out():
         floats, moved, others = _push(flat, flat.take(tuple(tangents), "jvp"))
@@ -230,7 +269,8 @@ def linearize(f: Callable, *primals: tree.Tree, has_aux: bool = False) -> tuple:
 
     Args:
         f: returns a tree; with `has_aux`, ``(tree, anything)``.
-        primals: a tree for each argument.
+        primals: a tree for each argument. Python's floats in them are 0-dim tensors of torch's
+            default dtype for `f`.
         has_aux: whether `f` returns auxiliary values as well.
 
     Returns:
@@ -238,12 +278,13 @@ def linearize(f: Callable, *primals: tree.Tree, has_aux: bool = False) -> tuple:
 
     Raises:
         ValueError: tangents are not like the primals.
-        TypeError: a primal or result has an object with tensors, such as an unregistered dataclass.
+        TypeError: there is a tangent of what is not floating point; or a primal or result has an
+            object with tensors, such as an unregistered dataclass.
     """
     if relay := Relay():
         return _relay(relay, f, has_aux, lambda g: linearize(g, *primals, has_aux=True))
     refuse_holders("linearize cannot see into these", "primal", primals)
-    flat = _Flat(f, primals, has_aux)
+    flat = _Flat(f, as_float_tensors(primals), has_aux)
     refuse_orphans("linearize", flat.moving)
     with _written_out():
         floats, others, linear = _linear(flat)
@@ -292,7 +333,7 @@ class _Chosen(NamedTuple):
                 f"{name} at {user_line()}: got argnums={argnums} for {len(args)} positional "
                 f"arguments; wanted positions of some; fix: pass argument {bad[0]} by position"
             )
-        chosen = tuple(args[p] for p in positions)
+        chosen = tuple(as_float_tensors(args[p]) for p in positions)
         refuse_orphans(name, tree.leaves(chosen))
         check_leaves(tree.paths(chosen), tree.leaves(chosen))
         single = isinstance(argnums, int)
@@ -367,7 +408,8 @@ def jacfwd(
 
     Args:
         f: returns a tree of floating-point tensors; with `has_aux`, ``(tree, anything)``.
-        argnums: the position of the tree to differentiate, or several.
+        argnums: the position of the tree to differentiate, or several; Python's floats as of
+            `grad`.
         has_aux: whether `f` returns auxiliary values as well.
         axes: the mesh axes over which the arguments are replicated; None: all. Along the others
             every rank's results must depend on its own arguments alone.
@@ -400,6 +442,8 @@ def jacfwd(
         with _written_out():
             if count:
                 floats, columns, others = torch.func.vmap(column)(*_units(flat.moving))
+                # torch's tangent of a 0-dim x times a Python number is float64 under vmap
+                columns = [x.to(y.dtype) for x, y in zip(columns, floats, strict=True)]
                 others = [x.select(0, 0) for x in others]
             else:
                 floats, others = flat(*flat.moving)

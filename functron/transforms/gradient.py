@@ -57,7 +57,8 @@ def value_and_grad(
 
     Args:
         f: returns a floating-point scalar; with `has_aux`, ``(scalar, anything)``.
-        argnums: the position of the tree to differentiate, or several.
+        argnums: the position of the tree to differentiate, or several. Python's floats in them are
+            0-dim tensors of torch's default dtype for `f`, and so are their gradients.
         has_aux: whether `f` returns auxiliary values as well.
         axes: the mesh axes over which the loss is replicated; None: all. Along the others every
             rank has a loss and parameters of its own, such as replicas that take local steps: pass
@@ -76,6 +77,7 @@ def value_and_grad(
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        args = tuple(replace_at(args, positions, [as_float_tensors(args[p]) for p in positions]))
         if (keep := keeper()) is not None:
             _refuse_axes(axes)
             if relay := Relay():
@@ -408,6 +410,15 @@ def split_output(value: tree.Tree) -> tuple[list[torch.Tensor], TensorSlots]:
     return split_tensors(value)
 
 
+def as_float_tensors(value: tree.Tree) -> tree.Tree:
+    """`value`, with 0-dim tensors of torch's default dtype in place of Python's floats."""
+    leaves, structure = tree.flatten(value)
+    if not any(isinstance(x, float) for x in leaves):
+        return value
+    made = [torch.tensor(x) if isinstance(x, float) else x for x in leaves]
+    return tree.unflatten(structure, made)
+
+
 def check_leaves(paths: list[str], leaves: list) -> None:
     """Raise TypeError unless these leaves to differentiate are floating-point tensors."""
     raise_problems(
@@ -416,14 +427,20 @@ def check_leaves(paths: list[str], leaves: list) -> None:
             Problem(
                 path,
                 str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf).__name__,
-                "a floating-point tensor",
-                dataclass_fix(leaf) or "pass it as another argument, outside argnums",
+                "a floating-point tensor, or a float",
+                _fix_leaf(leaf),
             )
             for path, leaf in zip(paths, leaves, strict=True)
             if not tree.is_float(leaf)
         ],
         TypeError,
     )
+
+
+def _fix_leaf(leaf: Any) -> str:
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        return f"{float(leaf)}, if a number is meant; or pass it outside argnums"
+    return dataclass_fix(leaf) or "pass it as another argument, outside argnums"
 
 
 def check_loss(value: Any, axes: Sequence[str] | None = None) -> None:

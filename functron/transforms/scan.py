@@ -17,6 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 from functron.core import compat, tree
 from functron.core.closure import find_tensors, hoist, refuse_holders, refuse_orphans
@@ -34,6 +38,7 @@ from functron.transforms.capture import (
     watched_scope,
 )
 from functron.transforms.gradient import replace_at
+from functron.transforms.look_ahead import computing_shapes, make_fake
 from functron.transforms.parameter_gather import by_row
 
 
@@ -85,7 +90,7 @@ def trace_scan(
 
 def _check_tensors(paths: list[str], leaves: list) -> None:
     raise_problems(
-        "a traced scan carries and stacks tensors only",
+        "scan: carries and ys that are traced, or have 0 steps, are tensors",
         [
             Problem(path or "carry", repr(leaf), "a tensor", "make it one, or close over it")
             for path, leaf in zip(paths, leaves, strict=True)
@@ -418,14 +423,15 @@ def scan(
     Args:
         f: ``(carry, x) -> (carry, y)``; y may be None.
         xs: a tree of tensors with a common leading dim, or None with `length`.
-        length: the number of steps; needed only where `xs` has no leaf.
+        length: the number of steps; needed only where `xs` has no leaf. Of 0 steps, `f` runs on
+            fake tensors, and ys have 0 rows.
         reverse: whether the last slice of `xs` comes first; y of each stands where its x did.
         unroll: how many steps each iteration of a traced scan makes, with those left over written
             out after it; True: all are written out. Eagerly it changes nothing.
 
     Raises:
         ValueError: the leading dims differ, or neither `xs` nor `length` gives a number of steps;
-            or `unroll` is less than 1.
+            or `unroll` is less than 1; or of 0 steps, `f` reads numbers of tensors.
         TypeError: `init` or `xs` has an object with tensors, such as an unregistered dataclass.
     """
     if unroll is not False and unroll < 1:
@@ -503,6 +509,8 @@ def _run_steps(
     f: Callable, init: tree.Tree, xs: tree.Tree, names: range, reverse: bool
 ) -> tuple[tree.Tree, tree.Tree]:
     """A scan written out; captured values of each step are named by its number."""
+    if not names:
+        return init, _stack_nothing(f, init, xs)
     leaves, structure = tree.flatten(xs)
     slices = [leaf.unbind(0) for leaf in leaves]
     carry, ys = init, []
@@ -513,7 +521,26 @@ def _run_steps(
         carry = after
         ys.append(y)
     rows = ys[::-1] if reverse else ys
-    return carry, tree.map(lambda *rows: torch.stack(rows), *rows) if rows else None
+    return carry, tree.map(lambda *rows: torch.stack(rows), *rows)
+
+
+def _stack_nothing(f: Callable, init: tree.Tree, xs: tree.Tree) -> tree.Tree:
+    """The ys of no step: with 0 rows, else as a step would make them, which only shapes tell."""
+    recorder = active()
+    with recorder.frame() if recorder is not None else computing_shapes(), unwatched():
+        with torch.no_grad():
+            first = tree.map(lambda leaf: leaf.new_zeros(leaf.shape[1:]), xs)
+            before = tree.map(make_fake, init)
+            try:
+                after, y = f(before, first)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                got = f"a function that reads numbers, by {error.func}"
+                wanted = "one of shapes alone, as no step runs of which ys could be like"
+                fix = "leave the scan out where it has no steps"
+                refuse(f"scan of 0 steps at {user_line()}", "f", got, wanted, fix)
+        _check_carry(before, after)
+        _check_tensors([f"y/{path}" for path in tree.paths(y)], tree.leaves(y))
+    return tree.map(lambda y: torch.zeros((0, *y.shape), dtype=y.dtype, device=y.device), y)
 
 
 def _trace_blocks(

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from functron.program.recorder import Recorder, active, keeper, live_equations
 from functron.spmd.axes import user_line
 from functron.transforms.capture import unwatched
 from functron.transforms.gradient import replace_at
+from functron.transforms.look_ahead import BranchResult, check_alike
 from functron.transforms.remat import CallSite, map_level, pull_back
 
 _Tensors = Sequence[torch.Tensor]
@@ -47,17 +48,19 @@ _Flat = Callable[[_Tensors], Sequence[torch.Tensor]]
 def trace_switch(
     recorder: Recorder,
     index: torch.Tensor,
-    branches: Sequence[Callable],
+    branches: Mapping[str, Callable],
     operands: Sequence,
     *,
+    word: str = "switch",
     name: str | None = None,
 ) -> tree.Tree:
     """``branches[index](*operands)`` as an equation of `recorder`.
 
     Args:
         index: an integer or a bool, a scalar; out of range, the nearest in range.
-        branches: of `operands`, to trees of tensors that are alike.
+        branches: by what messages call them; of `operands`, to trees of tensors that are alike.
         operands: trees of tensors and static values.
+        word: the name of what was called.
         name: of the operation; None: those of the branches.
 
     Raises:
@@ -66,19 +69,23 @@ def trace_switch(
     """
     _refuse_keeper("switch", "compute all branches and choose by torch.where")
     refuse_holders("a switch cannot see into these", "operand", tuple(operands), tracked=True)
-    every = tuple(branches)
+    every, labels = tuple(branches.values()), tuple(branches)
     hidden, close = hoist(lambda: every)
     every = close(hidden)()  # backward runs them again: lists that they read may have grown by then
     site, given = CallSite.of(lambda: every, tuple(operands))
     are_complex = [value.is_complex() for value in given]
-    made: dict[int, tuple[tree.Structure, list[bool]]] = {}
+    made: dict[str, tree.Tree] = {}
+    title = f"{word} at {user_line()}"
 
     def run(position: int, values: _Tensors) -> Sequence[torch.Tensor]:
         with site.entered(_from_real(values, are_complex)) as (functions, args):
             out = functions()[position](*args)
         leaves, structure = tree.flatten(out)
-        _check_tensors(f"branch {position} of a switch", tree.paths(out), leaves)
-        made[position] = structure, [leaf.is_complex() for leaf in leaves]
+        label = labels[position]
+        _check_tensors(f"{label} of a {word}", tree.paths(out), leaves)
+        made[label] = tree.unflatten(structure, list(map(BranchResult.here, leaves)))
+        if len(made) == len(labels):
+            check_alike(title, {each: made[each] for each in labels}, branches)
         leaves = _to_real(leaves)
         # each result has a cotangent of its own, also where the same tensor is returned twice
         seen = {id(value): i for i, value in reversed(list(enumerate(leaves)))}
@@ -86,9 +93,10 @@ def trace_switch(
 
     flat = tuple(functools.partial(run, position) for position in range(len(every)))
     name = name or "/".join(dict.fromkeys(map(_name_of, every)))
-    program = _SwitchProgram(flat, name, made, user_line())
-    outputs: Any = _SwitchFunction.apply(program, index, *_to_real(given))
-    return tree.unflatten(made[0][0], _from_real(outputs, made[0][1]))
+    outputs: Any = _SwitchFunction.apply(_SwitchProgram(flat, name), index, *_to_real(given))
+    kinds, structure = tree.flatten(made[labels[0]])
+    are_pairs = [kind.dtype.is_complex for kind in kinds]
+    return tree.unflatten(structure, _from_real(outputs, are_pairs))
 
 
 def trace_while(
@@ -111,7 +119,7 @@ def trace_while(
         ValueError: the carry changes its structure, a shape or a dtype, or the condition is not a
             bool; the program is partitioned; or, in backward, a cotangent reaches the loop.
     """
-    fix = "bounds that are Python numbers (lax.fori_loop, lax.scan), or a loop outside"
+    fix = "bounds that are Python numbers (lax.fori_loop, lax.scan)"
     _refuse_keeper("while loop", fix)
     refuse_holders("a while loop cannot see into these", "carry", init, tracked=True)
     carry, structure = tree.flatten(init)
@@ -157,7 +165,8 @@ def _refuse_keeper(what: str, fix: str) -> None:
     if keeper() is not None:
         raise ValueError(
             f"partition: at {user_line()} the function runs a {what}, whose blocks have no rule of "
-            f"placement; wanted operations of torch, and scans; fix: {fix}"
+            f"placement; wanted operations of torch, and scans; fix: {fix}; or ft.shard_map of "
+            "that part, between two functions that are partitioned, with the specs it has there"
         )
 
 
@@ -224,10 +233,11 @@ def _record_blocks(
     """The functions as blocks.
 
     Args:
-        kept: places of operands that are inputs in any case.
+        kept: places of operands that are inputs in any case, and others in each iteration.
     """
     found: list[tuple[list[Var], list, list[Var]]] = []
     captured: dict[Var, Var] = {}
+    outside = [recorder.var(value) for value in operands]
     for function in functions:
         with recorder.frame() as frame, torch.no_grad():
             values = []
@@ -236,6 +246,8 @@ def _record_blocks(
                 recorder.input(made, "operand")
                 values.append(made)
             inputs = [recorder.var(value) for value in values]
+            pairs = enumerate(zip(inputs, outside, strict=True))
+            frame.stands_for |= {i: o for k, (i, o) in pairs if k not in kept}
             outputs = [recorder.var(value) for value in _separate(function(values))]
         captured |= frame.captured
         found.append((inputs, live_equations(frame.equations, outputs), outputs))
@@ -281,47 +293,23 @@ def _look_ahead() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class _SwitchProgram:
-    """The branches of a switch as functions of the operands; opaque to functorch.
-
-    Attributes:
-        made: by branch, once it has run, the tree of its results, and which of them are complex.
-    """
+    """The branches of a switch as functions of the operands; opaque to functorch."""
 
     functions: tuple[_Flat, ...]
     name: str
-    made: dict[int, tuple[tree.Structure, list[bool]]]
-    line: str
 
     def record(self, index: torch.Tensor, operands: _Tensors) -> tuple[torch.Tensor, ...]:
         """The results of a switch that is recorded here."""
         recorder = active()
         assert recorder is not None
         made = _record_blocks(recorder, self.functions, operands)
-        self._check_results(made.blocks)
         around = [*made.captured, *(recorder.var(operands[place]) for place in made.used)]
         op = Switch(tuple(made.blocks), name=self.name)
         return _emit(recorder, op, [recorder.var(index), *around])
 
-    def _check_results(self, blocks: Sequence[Block]) -> None:
-        """Refuse branches whose results differ."""
-        first, found = self.made.get(0), []
-        for position, block in enumerate(blocks[1:], 1):
-            own = self.made.get(position)
-            if own != first:
-                got, wanted = _describe_results(own), f"{_describe_results(first)}, as of branch 0"
-                found.append(Problem(f"branch {position}", got, wanted, "return the same tree"))
-                continue
-            for place, (x, y) in enumerate(zip(blocks[0].outputs, block.outputs, strict=True)):
-                if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
-                    got, wanted = (f"{v.shape} {v.dtype} on {v.device}" for v in (y, x))
-                    where = f"branch {position}, result {place}"
-                    fix = "cast, reshape or move it in the branch"
-                    found.append(Problem(where, got, f"{wanted}, as of branch 0", fix))
-        raise_problems(f"the branches of a switch at {self.line} must return alike", found)
-
     def derive(self, functions: Sequence[_Flat]) -> _SwitchProgram:
         """A switch over other branches, on the same index."""
-        return _SwitchProgram(tuple(functions), self.name, {}, self.line)
+        return _SwitchProgram(tuple(functions), self.name)
 
     def pull(self, count: int, moving: Sequence[int], given: Sequence[int]) -> _SwitchProgram:
         """The pullback: of the operands and of cotangents of the results `given`.
@@ -333,16 +321,15 @@ class _SwitchProgram:
 
         def pull(function: _Flat, values: _Tensors) -> list[torch.Tensor]:
             operands = list(values[:count])
+
+            def run(values: _Tensors) -> list[torch.Tensor]:
+                made = function(values)
+                return [made[i] for i in given]  # others may have no derivative
+
             with in_phase("recompute"), unwatched():
-                outputs, pullback = pull_back(lambda x: list(function(x)), operands, moving)
-            rows = dict(zip(given, values[count:], strict=True))
-            cotangents = [rows.get(i) for i in range(len(outputs))]
-            cotangents = [
-                torch.zeros_like(out) if ct is None else ct
-                for out, ct in zip(outputs, cotangents, strict=True)
-            ]
+                _, pullback = pull_back(run, operands, moving)
             with in_phase("backward"):
-                found = pullback(cotangents)
+                found = pullback(list(values[count:]))
             return [torch.zeros_like(operands[i]) if found[i] is None else found[i] for i in moving]
 
         return self.derive([functools.partial(pull, function) for function in self.functions])
@@ -399,11 +386,6 @@ class _SwitchProgram:
                 torch.where(chosen, *pair) for pair in zip(rows, results or rows, strict=True)
             ]
         return results
-
-
-def _describe_results(made: Any) -> str:
-    structure, are_complex = made
-    return f"{structure}{', complex' if any(are_complex) else ''}"
 
 
 def _push(

@@ -359,6 +359,10 @@ def call(reference, *args, **given):
     return lambda: ops.register("test_wrong", reference, **given)(*args)
 
 
+def wrong_backward(rule):
+    return lambda: grad(lambda x: ops.register("w", reference, backward=rule)(x, S).sum())(X)
+
+
 WRONG = {
     "a name": (lambda: ops.register("two words", reference), "wanted a word of letters, digits"),
     "a name that writes": (lambda: ops.register("add_", reference), "does not end in _"),
@@ -400,7 +404,29 @@ WRONG = {
     ),
     "a backward of another length": (
         lambda: grad(lambda x: ops.register("w", reference, backward=lambda a, r, c: c)(x, S).sum())(X),
-        "backward returned 1 cotangents; wanted one for each of the 3 arguments",
+        "backward returned 1 cotangents; wanted one for each of the 3 arguments (x, s, eps)",
+    ),
+    "a Python if under vmap": (
+        lambda: vmap(ops.register("w", lambda x: x if x.sum() > 0 else -x))(X),
+        "its reference asks for the number in a tensor, as a Python if",
+        "fix: lax.cond or lax.while_loop, torch.where on both results",
+    ),
+    "a cotangent's shape": (
+        wrong_backward(lambda a, r, c: (c[0], c[0], None)),
+        "not like the operands\n  - s: got (4, 6) torch.float64; wanted (6,) torch.float64, as "
+        "the operand; fix: sum it over",
+    ),
+    "a cotangent's dtype": (
+        wrong_backward(lambda a, r, c: (c[0].float(), None, None)),
+        "x: got (4, 6) torch.float32; wanted (4, 6) torch.float64, as the operand; fix: cast it",
+    ),
+    "a cotangent that is a number": (
+        wrong_backward(lambda a, r, c: (1.0, None, None)),
+        "x: got float; wanted a tensor, (4, 6) torch.float64",
+    ),
+    "a cotangent of a number": (
+        wrong_backward(lambda a, r, c: (c[0], None, c[0])),
+        "got (4, 6) torch.float64; wanted None, as it is no tensor",
     ),
     "dims of other ranks": (
         lambda: ft.partition(
@@ -417,6 +443,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_uses(name):
-    run, message = WRONG[name]
-    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+    run, message, *others = WRONG[name]
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)) as caught:
         run()
+    assert all(each in str(caught.value) for each in others)

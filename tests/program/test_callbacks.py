@@ -522,6 +522,9 @@ x = torch.full((1,), 1.0 + rank)
 f(x), ft.jit(f, backend="eager")(x)
 assert seen == [({"dp": rank}, [1.0 + rank])] * 2, seen
 assert ft.debug.nans(f)(x) == 3
+choose = lambda x: torch.where(x < 1.5, x, (x - 1.5).sqrt()).sum() + 0 * lax.psum(x.sum(), "dp")
+g = ft.shard_map(lambda x: choose(x)[None], mesh, P("dp"), P("dp"))
+assert abs(ft.debug.nans(g)(x).item() - [1.0, 0.5**0.5][rank]) < 1e-6  # NaN on the first, not selected
 for bad, said in [
     (ft.debug.nans(ft.shard_map(lambda x: lax.psum((x - 1.5).sqrt(), "dp"), mesh, P("dp"), P())), "sqrt (forward) makes the first"),
     (ft.shard_map(lambda x: ft.debug.breakpoint() or x, mesh, P("dp"), P("dp")), "a terminal, which all"),

@@ -116,6 +116,74 @@ def test_memory_that_was_not_written_says_nothing():
         assert debug.nans(f)(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
+PAIR = torch.tensor([4.0, -1.0])
+
+
+def choose(x):
+    """sqrt and its derivative are not finite where it is not taken."""
+    return lax.cond(x > 0, torch.sqrt, lambda x: 2 * x, x)
+
+
+def halve(x):
+    """Of a row that is done, the step is NaN."""
+    return lax.while_loop(lambda c: c > 1, lambda c: torch.log(c - 1) * 0 + c / 2, x)
+
+
+PASSED = {
+    "a cond of rows": (torch.func.vmap(choose), PAIR, [2.0, -2.0]),
+    "its gradient": (ft.grad(lambda x: torch.func.vmap(choose)(x).sum()), PAIR, [0.25, 2.0]),
+    "gradients of rows": (torch.func.vmap(ft.grad(choose)), PAIR * 0, [2.0, 2.0]),
+    "a gradient of ranks": (
+        ft.grad(
+            ft.shard_map(lambda x: lax.psum(choose(x[0]), "dp"), Mesh(dp=2), P("dp"), P())
+        ), PAIR, [0.25, 2.0],
+    ),
+    "a loop of rows": (torch.func.vmap(halve), torch.tensor([4.5, 0.5]), [0.5625, 0.5]),
+    "where": (lambda x: torch.where(x > 0, x.sqrt(), 2 * x), PAIR, [2.0, -2.0]),
+    "two, one after the other": (lambda x: torch.where(x > 0, x.sqrt() + x.log(), x), PAIR * 0, [0.0, 0.0]),
+}  # fmt: skip
+BLAMED = {
+    "a row that takes it": (torch.func.vmap(lambda x: choose(x) + (x + 0.5).log()), PAIR, "log"),
+    "a derivative of what is not selected": (
+        ft.grad(lambda x: torch.where(x > 0, x.sqrt(), 2 * x).sum()), PAIR, "sqrt",
+    ),
+    "that a choice is made by": (
+        lambda x: torch.where(x.sqrt().isfinite().all(), x, 2 * x), PAIR, "sqrt",
+    ),
+    "that an int is made of": (lambda x: x.log().argmax(), PAIR, "log"),
+    "a loop that it keeps going": (
+        lambda x: lax.while_loop(lambda c: ~(c.log() > 9).all(), lambda c: c * 1, x), PAIR, "log",
+    ),
+    "an error that follows": (
+        lambda x: torch.eye(2)[x.log().nan_to_num(9.0).long()], PAIR, "log",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PASSED)
+def test_what_is_not_selected_is_passed_over(case):
+    f, x, want = PASSED[case]
+    assert debug.nans(f)(x).tolist() == pytest.approx(want)
+
+
+@pytest.mark.parametrize("case", BLAMED)
+def test_what_has_a_part_in_results_is_told(case):
+    f, x, name = BLAMED[case]
+    with pytest.raises(
+        ValueError, match=rf"nans: {name} \(forward\) makes the first .*test_faults"
+    ):
+        debug.nans(f)(x)
+
+
+def test_effects_are_had_once(capsys):
+    def f(x):
+        debug.print("{}", x.sum())
+        return torch.where(x > 0, x.sqrt(), 2 * x)
+
+    debug.nans(f)(PAIR)
+    assert capsys.readouterr().out == "3.0\n"
+
+
 # --- keys
 
 

@@ -569,8 +569,50 @@ def test_wrong_calls_are_refused(case):
 
 def test_a_partial_result_of_which_a_bias_was_added_cannot_be_told():
     """Its type is varying, which may be partial: only certain contradictions are refused."""
-    with ft.debug.check_types():
+    told = r"test_types.*cannot be told here whether result is tp: partial: got .*tp: varying.; it"
+    with ft.debug.check_types(), pytest.warns(UserWarning, match=told):
         ft.trace(mapped(lambda x, w, b: down(x, w, b), (*GOOD, P())))(X, X, X[0])
+
+
+@ft.debug.typed
+def summand(x: Float[Tensor, "..."] @ P("dp") @ Partial("tp")):
+    return x
+
+
+def chosen(f):
+    """A program with `f` in a branch, of a partial value."""
+    meet = lambda y: lax.psum(f(y), "tp")
+    whole = lambda x: lax.psum(x.sum(), AXES) > 0
+    other = lambda y: lax.psum(y, "tp")
+    return mapped(lambda x, w: lax.cond(whole(x), meet, other, x @ w), GOOD)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_what_cannot_be_told_is_said(traced, recwarn):
+    run = lambda f: (ft.trace(f) if traced else f)(X, X)
+    relu = mapped(lambda x, w: lax.psum(summand(torch.relu(x @ w)), "tp"), GOOD)
+    why = "an operation that is not linear" if traced else "a simulation knows what varies"
+    axes = "tp: partial" if traced else "dp: split dim 0, tp: partial"
+    with ft.debug.check_types():
+        with pytest.warns(UserWarning, match=rf"whether x is {axes}: got .*{why}"):
+            run(relu)
+        recwarn.clear()
+        run(chosen(summand))
+    assert bool(recwarn) != traced  # a trace knows arguments of branches
+
+
+def test_arguments_of_branches_are_judged():
+    @ft.debug.typed
+    def split(x: Float[Tensor, "..."] @ P("dp", "tp")):
+        return x
+
+    for f, got in ((lambda y: split(y), "partial"), (lambda y: summand(y.T), "split dim 1")):
+        assert got in refusal(
+            lambda f=f: ft.trace(chosen(lambda y: f(y).sum()[None, None] + y))(X, X)
+        )
+    seen = {}
+    ft.trace(chosen(lambda y: (seen.update(inside=told(ft.typeof(y))), y)[1]))(X, X)
+    assert seen == {"inside": "dp: split dim 0, tp: partial"}
 
 
 def test_a_wrong_result_is_refused():
@@ -706,6 +748,29 @@ def test_switches_and_loops():
     assert {at.kind for v in inner for _, at in found.typeof(v.name).axes} == {
         "replicated", "split", "partial", "varying",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_scan_of_no_steps(traced):
+    """Its ys have no rows that could differ, and the carry is the first; its body has types too."""
+
+    def program(note, x):
+        last, ys = ft.scan(lambda c, _: (c, lax.psum(c, "tp")), x[0], None, length=0)
+        note("last", last)
+        note("ys", ys)
+
+    replicated = "dp: replicated, tp: replicated"
+    last = "dp: varying, tp: split dim 0" if traced else "dp: varying, tp: varying"
+    assert types_of(program, X, traced=traced) == {"last": last, "ys": replicated}
+
+    def scanned(x):
+        return ft.scan(lambda c, x: (c * x, lax.psum(x, "tp")), x.sum(0), x)
+
+    f = ft.shard_map(scanned, MESH, P("tp"), (P("tp"), P()))
+    found = ft.trace(f)(X[:0])
+    (equation,) = (e for e in found.block.equations if e.name == "scan")
+    (inner,) = (e for e in equation.op.body.equations if e.name == "psum")
+    assert told(found.typeof(inner.outputs[0].name)) == replicated
 
 
 # --- a second opinion: spmd_types 0.3.1, by Meta

@@ -12,7 +12,8 @@ from functron.transforms.traced_flow import trace_switch, trace_while
 def switch(index, branches, *operands):
     """Traced: an equation. Else all branches, of which each rank or row has its own."""
     if (recorder := active()) is not None:
-        return trace_switch(recorder, torch.as_tensor(index), branches, operands)
+        named = {f"branch {k}": branch for k, branch in enumerate(branches)}
+        return trace_switch(recorder, torch.as_tensor(index), named, operands)
     if not isinstance(index, torch.Tensor):
         return branches[min(max(index, 0), len(branches) - 1)](*operands)
     out = branches[0](*operands)

@@ -98,6 +98,9 @@ def check_loops(bound):
         compare(*moved)
         with pytest.raises(ValueError, match=r"while_loop at .*gloo_control_flow.*in reverse"):
             torch.func.grad(own)(mine, w)
+    either = lambda x, w: lax.cond(w > 9, lambda w: halve(x, w), lambda w: w, w)
+    with pytest.raises(ValueError, match=r"while_loop at .*gloo_control_flow.*in reverse"):
+        ft.shard_map(ft.grad(either, 1), bound, (S, P()), P(), check=False)(mine, w)
 
 
 def check_refusals(bound):

@@ -86,6 +86,19 @@ def check_slices(bound):
         compare(run(x, u), want, P(), bound)
 
 
+def check_no_steps(bound):
+    """Shapes follow from the body, which communicates with nobody where it does not run."""
+    step = lambda c, row: (c, (lax.psum(row, "cp") * c[0], lax.all_gather(c, "cp")))
+    scan = lambda c, x: ft.scan(step, c, x)[1]
+    loss = lambda c, x: sum(y.sum() for y in scan(c, x))
+    for run in (lambda f: f, functools.partial(ft.jit, backend="eager")):
+        mapped = run(ft.shard_map(scan, bound, (P("cp"), P()), (P(), P()), check=False))
+        shapes = [tuple(y.shape) for y in mapped(torch.ones(3), torch.ones(0, 5))]
+        assert shapes == [(0, 5), (0, 2, 3)]
+        grad = run(ft.shard_map(ft.grad(loss), bound, (P("cp"), P()), P("cp"), check=False))
+        assert grad(torch.ones(3), torch.ones(0, 5)).tolist() == [0.0, 0.0, 0.0]
+
+
 def check_refusals(bound):
     """Before the first collective."""
     for fn, elems, message in (
@@ -100,7 +113,7 @@ def check_refusals(bound):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     mesh = Mesh(cp=2).bind()
-    for check in (check_scans, check_slices, check_refusals):
+    for check in (check_scans, check_slices, check_no_steps, check_refusals):
         check(mesh)
         if mesh.rank == 0:
             print(f"{check.__name__}: ok", flush=True)

@@ -202,7 +202,7 @@ def test_partitions(spec):
 @pytest.mark.distributed
 def test_on_processes(torchrun):
     done = torchrun(Path(__file__).with_name("gloo_scans.py"), 2)
-    for check in ("scans", "slices", "refusals"):
+    for check in ("scans", "slices", "no_steps", "refusals"):
         assert f"check_{check}: ok" in done.stdout
 
 

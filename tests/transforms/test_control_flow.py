@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import functron as ft
 from functron import Mesh, P, lax, shard_map, tree
+from tests.transforms.lives import LIVES
 
 SHAPE = {"dp": 2, "tp": 2, "ep": 2}
 ALL = ("dp", "tp", "ep")
@@ -386,6 +387,59 @@ def test_only_the_chosen_branch_runs():
     assert ran == ["one"] * 3 + ["zero", "two", "zero"]
 
 
+def one_row(x):
+    return {"a": [x, x[:1]]}
+
+
+def all_rows(x):
+    return {"a": [x, x.int()]}
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_branches_that_differ_are_named_with_their_lines(life):
+    f = lambda x: lax.cond(x.sum() > 0, one_row, all_rows, x)
+    with pytest.raises(ValueError, match="true_fun/a/1: got ") as caught:
+        LIVES[life](f)(torch.ones(3))
+    head, row, *rest = str(caught.value).splitlines()
+    assert re.match(r"cond at .*test_control_flow.py:\d+: `f = lambda x: lax.cond", head)
+    wanted = r"\(1,\) torch.float64 at .*`def one_row\(x\):`; wanted \(3,\) torch.int32, as in "
+    assert re.search(wanted + r"false_fun at .*`def all_rows\(x\):`; fix: cast", row)
+    assert not rest
+
+
+def by_a_loop(L, x):
+    """A branch with a loop of unknown length, and results that do not all depend on it."""
+
+    def halve(x):
+        last, steps = L.while_loop(lambda c: c[0] > 1, lambda c: (c[0] / 2, c[1] + 1), (x, 0))
+        return last, L.sin(x) * steps
+
+    return L.cond(x > 9, halve, lambda x: (L.cond(x < 0, halve, lambda x: (x, x), x)[0], x), x)
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_a_loop_in_a_branch_has_no_derivative_in_reverse_also_where_it_is_not_taken(life):
+    x = torch.tensor(2.0)
+    first, second = (lambda x, i=i: by_a_loop(OURS, x)[i] for i in (0, 1))
+    told = pytest.raises(ValueError, match=r"while_loop at .*test_control_flow.*in reverse")
+    with pytest.raises(ValueError, match="Reverse-mode"):
+        jax.grad(lambda x: by_a_loop(THEIRS, x)[0])(2.0)
+    for grad in (ft.grad, torch.func.grad):
+        with told:
+            LIVES[life](grad(first))(x)
+    # which the other result does not depend on
+    want = jax.grad(lambda x: by_a_loop(THEIRS, x)[1])(2.0)
+    assert_same(LIVES[life](ft.grad(second))(x), want)
+    assert_same(LIVES[life](lambda x: ft.jvp(first, (x,), (x,)))(x), (np.array(2.0),) * 2)
+    mesh, agreed = Mesh(tp=2), lambda x: lax.psum(first(lax.pmean(x[0], "tp")), "tp")
+    mapped = shard_map(ft.grad(agreed), mesh, P("tp"), P("tp"), check=False)
+    with told:
+        LIVES[life](mapped)(torch.ones(2))
+    if life == "simulated":
+        with told:
+            first(x.requires_grad_()).backward()
+
+
 def test_a_loop_of_rows_ends_for_each_by_itself():
     steps = torch.func.vmap(
         lambda n: lax.while_loop(lambda c: c[0] > 1, lambda c: (c[0] / 2, c[1] + 1), (n, 0))
@@ -555,18 +609,18 @@ WRONG = {
     ),
     "other containers": (
         lambda: lax.cond(torch.tensor(True), lambda x: (x, x), lambda x: {"a": x}, ONES),
-        ValueError, "true_fun/a: got nothing; wanted (3,) torch.float", "true_fun/0: got (3,)", "/1: got",
+        ValueError, "true_fun/a: got nothing at ", "true_fun/0: got (3,)", "/1: got",
     ),
     "other shapes and dtypes": (
         lambda: lax.switch(
             torch.tensor(0),
             [lambda x: (x, x), lambda x: (x[:2], x), lambda x: (x, x.int())], ONES,
         ),
-        ValueError, "branches[1]/0: got (2,)", "branches[2]/1: got (3,) torch.int32; wanted (3,) torch.float",
+        ValueError, "branches[1]/0: got (2,)", "branches[2]/1: got (3,) torch.int32 at ",
     ),
     "other shapes under vmap": (
         lambda: torch.func.vmap(lambda x: lax.cond(x > 0, same, lambda x: x[None], x))(ONES),
-        ValueError, "true_fun: got () torch.float32; wanted (1,) torch.float32, as in false_fun",
+        ValueError, "true_fun: got () torch.float32 at ", "wanted (1,) torch.float32, as in false_fun at ",
     ),
     "no tensors": (
         lambda: lax.cond(True, lambda: {"a": "word"}, lambda: 0), TypeError, "true_fun/a: got a str",
@@ -607,7 +661,7 @@ WRONG = {
         lambda: lax.while_loop(lambda c: c < 5, lambda c: 2 * c, torch.ones((), requires_grad=True)).backward(),
         ValueError, "while_loop at", "fix: lax.fori_loop with ints as bounds, or ft.scan",
     ),
-    "no rows": (lambda: lax.map(same, torch.zeros(0, 3)), ValueError, "xs: got leaves of shapes [(0, 3)]"),
+    "no dim of rows": (lambda: lax.map(same, torch.zeros(())), ValueError, "xs: got leaves of shapes [()]"),
     "rows that differ": (
         lambda: lax.map(same, (ONES, ONES[:2]), batch_size=2), ValueError, "got leaves of shapes [(3,), (2,)]",
     ),

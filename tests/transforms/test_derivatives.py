@@ -32,6 +32,7 @@ from tests.transforms.derivative_programs import (
     push_hidden,
     to_torch,
 )
+from tests.transforms.lives import LIVES
 
 MESH = Mesh(dp=2, tp=2)
 ALL = ("dp", "tp")
@@ -395,6 +396,49 @@ def test_custom_jvp_is_jaxs():
     assert torch.equal(taped.grad, torch.tensor([0.25, 0.0]))
 
 
+def of_numbers(L):
+    """Derivatives of and by Python's floats, and in trees."""
+    f = lambda x, y: x * x * y["a"]
+    y = {"a": 2.0, "b": [L.tanh(L.zeros(3))]}
+    value, push = L.linearize(lambda x: f(x, {"a": 2.0}), 3.0)
+    return [
+        L.jvp(f, (3.0, {"a": 2.0}), (1.0, {"a": 0.5})),
+        L.jvp(L.tanh, (L.zeros(()),), (0.5,)),
+        L.grad(f)(3.0, y), L.grad(f, (0, 1))(3.0, y), L.value_and_grad(f)(3.0, {"a": 7}),
+        value, push(0.5), L.jacfwd(f)(3.0, y), L.jacrev(f)(3.0, y), L.hessian(f)(3.0, y),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_floats_of_python_are_differentiated(life):
+    extra = {"grad": ft.grad, "value_and_grad": ft.value_and_grad}
+    ours = SimpleNamespace(**{**vars(torch_side), **extra})
+    theirs = SimpleNamespace(**{**vars(jax_side), "value_and_grad": jax.value_and_grad})
+    with jax.enable_x64(False):
+        want = of_numbers(theirs)
+    got = LIVES[life](lambda: of_numbers(ours))()
+    assert {x.dtype for x in tree.leaves(got)} == {torch.float32}
+    same(got, want, 1e-6)
+
+
+def test_a_float_without_a_tangent_stays_a_number():
+    seen = []
+    f = lambda x, n: (seen.append(type(n)), x * n)[1]
+    assert ft.jvp(f, (torch.tensor(2.0), 3.0), (torch.tensor(1.0), None))[1] == 3
+    assert seen == [float]
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_a_rule_is_called_by_its_name_where_it_closes_over_what_moves(life):
+    def loss(w):
+        return ft.custom_jvp(lambda x: x * w, lambda p, t: (p[0] * w, t[0] * w))(w.detach())
+
+    with pytest.raises(ValueError, match=r"custom_jvp at .*test_derivatives.*make it an argument"):
+        LIVES[life](ft.grad(loss))(torch.tensor(2.0))
+    still = lambda w: loss(w.detach()) * w
+    assert LIVES[life](ft.grad(still))(torch.tensor(2.0)) == 4
+
+
 def custom_rule(make):
     return lambda: ft.jvp(ft.custom_jvp(torch.sin, make), (X_T,), (X_T,))
 
@@ -417,7 +461,7 @@ WRONG = {
     ),
     "integers": (
         lambda: ft.jacfwd(lambda n: n * 2.0)(torch.tensor([1])), TypeError,
-        "got torch.int64; wanted a floating-point tensor; fix: pass it as another argument",
+        "got torch.int64; wanted a floating-point tensor, or a float; fix: pass it as another argument",
     ),
     "results that are integers": (
         lambda: ft.jacrev(lambda x: {"y": x, "n": x.long()})(X_T), TypeError,
@@ -461,7 +505,15 @@ WRONG = {
         lambda: ft.grad(lambda w: ft.custom_jvp(
             lambda x: x * w, lambda args, t: (args[0] * w, t[0] * w)
         )(X_T[0, 0]))(X_T[0, 1]),
-        ValueError, "closes over a tensor that is being differentiated",
+        ValueError, "the function or its rule closes over a tensor that is being differentiated",
+    ),
+    "a Python int": (
+        lambda: ft.grad(lambda x: x * x)(3), TypeError,
+        "0: got int; wanted a floating-point tensor, or a float; fix: 3.0, if a number is meant",
+    ),
+    "a tangent of an int": (
+        lambda: ft.jvp(lambda x: x * x, (3,), (1.0,)), TypeError,
+        "tangents/0: got one, of a primal of int; wanted None; fix: make the primal floating-point",
     ),
     "a tangent that is not reduced": (
         lambda: torch.func.jvp(ft.shard_map(

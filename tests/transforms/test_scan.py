@@ -8,7 +8,9 @@ from jax import numpy as jnp
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import functron as ft
+from functron import lax
 from functron.transforms.custom_vjp import custom_vjp
+from tests.transforms.lives import LIVES
 
 
 def test_against_jax():
@@ -43,6 +45,60 @@ def test_ys_may_be_none():
     carry, ys = ft.scan(lambda c, x: (c + x, None), torch.tensor(0.0), torch.ones(3))
     assert carry == 3
     assert ys is None
+
+
+def no_steps(scan, each, jnp, w, x):
+    """Scans of 0 steps by w [3, 2], whose ys x [0, 3] tells nothing of."""
+
+    def step(c, row):
+        y = {"row": row @ w * c, "sum": (row > 0).sum()}
+        return c * y["row"].sum(), (y, c)
+
+    kinds = [{}, {"reverse": True}, {"unroll": 3}, {"unroll": True}]
+    made = [scan(step, w[0, 0], x, **kind) for kind in kinds]
+    counted = scan(lambda c, _: (c, {"a": c, "b": [w.sum(1)]}), w, None, length=0)
+    rows = [each(lambda row: row * w[:, 0], x, batch_size=size) for size in (None, 4)]
+    return *made, counted, rows
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_no_steps_give_no_rows_of_ys(life):
+    w, x = np.ones((3, 2), np.float32), np.zeros((0, 3), np.float32)
+    want = no_steps(jax.lax.scan, jax.lax.map, jnp, jnp.asarray(w), jnp.asarray(x))
+    given = torch.from_numpy(w), torch.from_numpy(x)
+    got = LIVES[life](lambda w, x: no_steps(ft.scan, lax.map, torch, w, x))(*given)
+    assert ft.tree.paths(got) == [
+        "/".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in path)
+        for path, _ in jax.tree_util.tree_flatten_with_path(want)[0]
+    ]
+    for a, b in zip(ft.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert tuple(a.shape) == b.shape
+        assert a.is_floating_point() == jnp.issubdtype(b.dtype, jnp.floating)
+
+    def loss(w):
+        c, *_, (_, ys), _ = no_steps(ft.scan, lax.map, torch, w, given[1])
+        return c[0] + ys["b"][0].sum() + ys["a"].sum()
+
+    for grad in (ft.grad, torch.func.grad, torch.func.jacfwd):
+        assert LIVES[life](grad(loss))(given[0]).tolist() == [[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+
+
+def test_no_steps_on_a_mesh():
+    """Ranks gather nothing of their parts of ys, written out and by partition."""
+    mesh, rows = ft.Mesh(dp=2, tp=2), ft.P("dp")
+    f = lambda x: ft.scan(lambda c, _: (2 * c, c), x, None, length=0)[1]
+    gathered = lambda x: lax.all_gather(f(x), ("dp", "tp"), axis=1, tiled=True)
+    x = torch.ones(4, 3)
+    assert ft.partition(f, mesh, rows, ft.P())(x).shape == (0, 4, 3)
+    assert ft.shard_map(gathered, mesh, rows, ft.P())(x).shape == (0, 8, 3)
+
+
+def test_no_steps_are_refused_where_shapes_do_not_follow():
+    x = torch.zeros(0, 3)
+    with pytest.raises(ValueError, match="the carry must keep"):
+        ft.scan(lambda c, row: (row, None), torch.tensor(0.0), x)
+    with pytest.raises(ValueError, match=r"(?s)scan of 0 steps at .*test_scan.*reads numbers"):
+        ft.scan(lambda c, row: (c, row[: int(c)]), torch.tensor(1.0), x)
 
 
 @pytest.mark.parametrize(
