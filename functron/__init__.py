@@ -85,6 +85,7 @@ if TYPE_CHECKING:
         sync_gradients,
         value_and_grad,
         vjp,
+        vmap,
         with_targets,
     )
 
