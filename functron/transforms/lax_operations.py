@@ -18,7 +18,7 @@ import torch
 from functron.core import tree
 from functron.core.errors import public, raise_problems, refuse, tensor_problem
 from functron.core.functions import Function
-from functron.program.recorder import active
+from functron.program.recorder import active, keeper
 from functron.spmd.axes import user_line
 from functron.transforms.associative_scan import associative_scan
 from functron.transforms.custom_vjp import custom_vjp
@@ -245,10 +245,13 @@ def reduce_precision(operand: torch.Tensor, exponent_bits: int, mantissa_bits: i
             refuse(_title(name), f"{label}_bits", bits, f"at least {least}")
     reduce = functools.partial(_round_bits, exponent_bits, mantissa_bits)
 
-    def rule(args: tuple, tangents: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-        return reduced(*args), reduced(*tangents)
+    def again(x: torch.Tensor) -> torch.Tensor:
+        return reduced(x) if keeper() is None else reduce(x)
 
-    pair = (lambda x: (reduced(x), None)), (lambda _, cotangent: (reduced(cotangent),))
+    def rule(args: tuple, tangents: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        return again(*args), again(*tangents)
+
+    pair = (lambda x: (again(x), None)), (lambda _, cotangent: (again(cotangent),))
     reduced = custom_vjp(reduce, *pair, rule)
     return reduced(operand)
 

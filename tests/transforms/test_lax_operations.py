@@ -108,6 +108,15 @@ def test_nothing_is_moved_over_a_barrier():
     torch.testing.assert_close(jitted(x, x, x, x), program(x, x, x, x))
 
 
+def test_partitions():
+    """Of functions that were written for one device, where other dims are split."""
+    f = lambda x: lax.reduce_precision(lax.cumprod(x.sin()), 8, 20)
+    both = ft.value_and_grad(lambda x: lax.clamp(-0.1, f(x), 0.3).sum() + lax.cummax(x).sum())
+    x = torch.rand(4, 6, dtype=torch.float64)
+    got = ft.partition(both, Mesh(tp=2), P(None, "tp"), (P(), P(None, "tp")))(x)
+    torch.testing.assert_close(got, both(x), rtol=1e-12, atol=1e-12)
+
+
 ONES = torch.ones(3, 4)
 NUMBER: Any = 1.0
 WRONG = {
