@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         jacrev,
         jvp,
         lax,
+        linear_transpose,
         linearize,
         mean_gradients,
         policies,

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         without_targets,
         wrap_gradients,
     )
+    from functron.transforms.implicit import linear_transpose
     from functron.transforms.parameter_gather import Gather, fsdp
     from functron.transforms.policies import checkpoint_name
     from functron.transforms.remat import remat

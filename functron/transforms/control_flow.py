@@ -48,6 +48,7 @@ from functron.spmd.axes import (
 from functron.spmd.primitives import Vary
 from functron.spmd.simulate import no_share, varying_axes
 from functron.transforms.capture import refusing_names
+from functron.transforms.gradient import IrreversibleError
 from functron.transforms.scan import scan
 from functron.transforms.traced_flow import trace_switch, trace_while
 
@@ -733,7 +734,7 @@ class _Irreversible(Function):
     @staticmethod
     def backward(ctx, cotangent) -> Any:
         if cotangent is not None:
-            raise ValueError(ctx.told)
+            raise IrreversibleError(ctx.told)
         return None, None
 
     @staticmethod

@@ -3,7 +3,8 @@
 Collectives are in `functron.spmd.collectives`, branches and loops in
 `functron.transforms.control_flow` and `functron.transforms.scan`, scans of associative functions in
 `functron.transforms.associative_scan`, slices at indices known when a program runs in
-`functron.transforms.indexing`, operations that torch lacks in `functron.transforms.lax_operations`.
+`functron.transforms.indexing`, operations that torch lacks in `functron.transforms.lax_operations`,
+solutions of equations in `functron.transforms.implicit`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         switch,
         while_loop,
     )
+    from functron.transforms.implicit import custom_linear_solve, custom_root
     from functron.transforms.indexing import (
         dynamic_index_in_dim,
         dynamic_slice,
