@@ -9,9 +9,10 @@ those of every step.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,9 +141,19 @@ def _bind_vjp(f: Callable, forward: Callable, backward: Callable, jvp: Callable 
     return wrapped
 
 
+@contextlib.contextmanager
+def _entering(calls: list[bool]) -> Iterator[None]:
+    calls.append(True)
+    try:
+        yield
+    finally:
+        calls.pop()
+
+
 def _await_vjp(f: Callable, positions: tuple[int, ...], *given: Callable | None) -> Any:
     """`f` with rules that are given, or will be, and arguments without derivatives."""
     rules: list[Any] = [*given]
+    inside: list[bool] = []  # a program in global view has one level of rules
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
@@ -150,12 +161,18 @@ def _await_vjp(f: Callable, positions: tuple[int, ...], *given: Callable | None)
             refuse_missing_rules("custom_vjp", f, "defvjp(forward, backward)")
         forward, backward, jvp = rules
         args = place_arguments("custom_vjp", f, args, kwargs)
+        if keeper() is not None and inside:
+            return f(*args)
+        with _entering(inside):
+            return call(forward, backward, jvp, args)
+
+    def call(forward, backward, jvp, args):
         if not positions:
             return _bind_vjp(f, forward, backward, jvp)(*args)
         split = SplitArguments("custom_vjp", f, args, positions)
-        inside = [split.in_place(each, positions) for each in (f, forward)]
+        own, ahead = (split.in_place(each, positions) for each in (f, forward))
         push = None if jvp is None else split.in_front(jvp)
-        return _bind_vjp(*inside, split.in_front(backward), push)(*split.rest)
+        return _bind_vjp(own, ahead, split.in_front(backward), push)(*split.rest)
 
     def defvjp(forward: Callable, backward: Callable, jvp: Callable | None = None) -> None:
         """Give the rules; of several calls the last counts."""

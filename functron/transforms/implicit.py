@@ -177,6 +177,7 @@ def custom_linear_solve(
         TypeError: an argument is no function, or a leaf of `b` is not a floating-point tensor.
     """
     title = f"custom_linear_solve at {user_line()}"
+    _refuse_partition(title)
     _check_floats(title, "b", b)
     refuse_holders(f"{title} cannot see into these", "b", b, tracked=True)
     if symmetric:
@@ -201,7 +202,7 @@ def _solve(title: str, system: _System, b: tree.Tree, has_aux: bool) -> tree.Tre
         return (x, aux) if has_aux else x
 
     def again(values: list, b: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
-        out = solved(values, b) if keeper() is None else run(values, b)
+        out = solved(values, b)
         return out if has_aux else (out, None)
 
     def forward(values: list, b: tree.Tree) -> tuple:
@@ -317,6 +318,7 @@ def custom_root(
         TypeError: an argument is no function, or a leaf is not floating point.
     """
     title = f"custom_root at {user_line()}"
+    _refuse_partition(title)
     guess = _as_tensors(title, initial_guess)
     refuse_holders(f"{title} cannot see into these", "initial_guess", guess, tracked=True)
     closed = _Closed((f, solve, tangent_solve))
@@ -330,7 +332,7 @@ def custom_root(
         return (x, aux) if has_aux else x
 
     def again(values: list, guess: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
-        out = solved(values, guess) if keeper() is None else run(values, guess)
+        out = solved(values, guess)
         return out if has_aux else (out, None)
 
     def derive(values: list, x: tree.Tree, moving: list) -> tree.Tree:
@@ -370,6 +372,13 @@ def _push(f: Callable, x: tree.Tree, tangent: tree.Tree) -> tree.Tree:
 
 
 # --- what is given
+
+
+def _refuse_partition(title: str) -> None:
+    if keeper() is not None:
+        got = "a function that functron.partition cuts, whose equations have no rule of placement"
+        wanted, fix = "a per-rank program", "ft.shard_map; or solve outside of ft.partition"
+        refuse(title, "the equation", got, wanted, fix)
 
 
 def _as_tensors(title: str, guess: tree.Tree) -> tree.Tree:

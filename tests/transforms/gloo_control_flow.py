@@ -105,7 +105,7 @@ def check_equations(bound):
     """Solutions, and what is mapped, of ranks that hold other parts."""
     w = torch.linspace(-0.5, 0.5, 9).view(3, 3)
     scales, v = torch.tensor([0.3, -0.9]), (w.T, x[:3])
-    for name in ("newton", "between_ranks", "shared_system", "transposed"):
+    for name in ("between_ranks", "shared_system"):
 
         def program(w, x, name=name):
             found = derive(OURS, name, "vmap", False, w, x, scales, v)

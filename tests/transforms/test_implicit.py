@@ -124,6 +124,10 @@ WRONG = {
         lambda: replicated(torch.ones(4, 4), torch.ones(4)), ValueError,
         "got psum over 'tp' in matvec, along which x is replicated, in reverse mode; wanted",
     ),
+    "a function in global view": (
+        lambda: ft.partition(solved, Mesh(tp=2), P("tp"), P("tp"))(torch.ones(2)), ValueError,
+        "the equation: got a function that functron.partition cuts.*fix: ft.shard_map",
+    ),
     "no solver": (lambda: solved(solve=ANY), TypeError, r"solve: got None \(NoneType\); wanted a f"),
     "integers": (lambda: solved(torch.ones(2).int()), TypeError, "b: got torch.int32; wanted a flo"),
     "another shape": (

@@ -13,6 +13,7 @@ import torch
 from jax import numpy as jnp
 
 import functron as ft
+from functron import Mesh, P
 
 OURS = SimpleNamespace(
     custom_vjp=ft.custom_vjp, custom_jvp=ft.custom_jvp, grad=torch.func.grad, jvp=torch.func.jvp,
@@ -95,6 +96,16 @@ def test_is_jaxs(make):
             got = mode(OURS, make(OURS), torch.from_numpy(X), torch.from_numpy(V))
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_partitions():
+    """Where a rule calls its function, which has but one level of rules there."""
+    slope = lambda L: L.grad(lambda x: L.sin(defvjp(L)(x)).sum())
+    with jax.enable_x64(True):
+        want = slope(JAXS)(jnp.asarray(X[:4]))
+    own = SimpleNamespace(**{**vars(OURS), "grad": ft.grad})
+    got = ft.partition(slope(own), Mesh(tp=2), P("tp"), P("tp"))(torch.from_numpy(X[:4]))
+    np.testing.assert_allclose(got, want, rtol=1e-12)
 
 
 def test_rules_with_arguments_by_position_and_methods():
