@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         jacrev,
         jvp,
         lax,
+        linear_transpose,
         linearize,
         mean_gradients,
         policies,
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
         sync_gradients,
         value_and_grad,
         vjp,
+        vmap,
         with_targets,
     )
 

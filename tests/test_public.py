@@ -17,7 +17,7 @@ LINES = {
     "spmd": 9_300,
     "program": 12_700,
     "compiler": 21_200,
-    "transforms": 16_600,
+    "transforms": 17_600,
     "ops": 11_900,
     "pipeline": 30_800,
     "data": 12_000,

@@ -216,6 +216,11 @@ def is_batched(value: torch.Tensor) -> bool:
     return any(map(functorch.is_batchedtensor, _wrappers(value)))
 
 
+def batch_level_of(value: torch.Tensor) -> int:
+    """The level of the outermost vmap that batches `value`, also inside of levels of grad."""
+    return next((level_of(x) for x in _wrappers(value) if functorch.is_batchedtensor(x)), -1)
+
+
 def read_number(value: torch.Tensor) -> bool | int | float:
     """The number in a 0-dim tensor that no vmap batches, read below all transforms."""
     if not transforms_active():

@@ -9,9 +9,10 @@ those of every step.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from functron.core import compat, tree
 from functron.core.closure import refuse_holders
-from functron.core.errors import public
+from functron.core.errors import public, refuse
 from functron.core.scopes import in_phase
 from functron.program.recorder import keeper
 from functron.spmd.axes import user_line
@@ -34,14 +35,28 @@ from functron.transforms.remat import (
     view_operands,
     will_be_differentiated,
 )
+from functron.transforms.rule_arguments import (
+    SplitArguments,
+    check_rules,
+    find_positions,
+    name_of,
+    place_arguments,
+    refuse_missing_rules,
+    sum_tangents,
+)
 
 _Tensors = Sequence[torch.Tensor]
 
 
 @public
 def custom_vjp(
-    f: Callable, forward: Callable, backward: Callable, jvp: Callable | None = None
-) -> Callable:
+    f: Callable,
+    forward: Callable | None = None,
+    backward: Callable | None = None,
+    jvp: Callable | None = None,
+    *,
+    nondiff_argnums: int | Sequence[int] = (),
+) -> Any:
     """The function that computes `f` and is differentiated by `forward` and `backward`.
 
     ``forward(*args)`` returns ``(f(*args), residuals)`` with any tree of residuals, and
@@ -65,23 +80,44 @@ def custom_vjp(
     >>> ft.grad(lambda x: 5 * f(x))(torch.tensor(3.0))
     tensor(1.)
 
+    As in JAX it is a decorator, too: ``f.defvjp(forward, backward)`` gives the rules later. Calls
+    of such a function take keywords and defaults. With `nondiff_argnums` the decorator is
+    ``@functools.partial(ft.custom_vjp, nondiff_argnums=(0,))``.
+
+    >>> clip = ft.custom_vjp(lambda limit, x: x, nondiff_argnums=(0,))
+    >>> clip.defvjp(lambda limit, x: (x, None), lambda limit, _, ct: (ct.clamp(-limit, limit),))
+    >>> ft.grad(lambda x: 5 * clip(2.0, x))(torch.tensor(3.0))
+    tensor(2.)
+
     Args:
-        f: takes trees with tensors; positional arguments only. Returns a tree of tensors.
-        forward, backward: as above.
+        f: takes trees with tensors, positional arguments. Returns a tree of tensors.
+        forward, backward: as above; both, or none, where ``defvjp`` gives them.
         jvp: ``(args, tangents) -> (f(*args), tangent)``, as of `custom_jvp`; linear in tangents.
             ``functools.partial(ft.jvp, f)`` is that of `f`'s operations, which is cheaper.
+        nondiff_argnums: positions of arguments without derivatives, such as functions and numbers:
+            ``forward`` takes them in their places, ``backward(*them, residuals, cotangents)`` and
+            ``jvp(*them, args, tangents)`` in front of the others, of which alone there are
+            cotangents and tangents.
 
     Raises:
         ValueError: a function closes over a tensor that is being differentiated (make it an
-            argument); `backward` returned another number of cotangents than there are arguments;
-            `jvp` no pair of trees alike.
-        TypeError: a leaf of `forward`'s output is no tensor.
+            argument), or one at `nondiff_argnums` is; `backward` returned another number of
+            cotangents than there are arguments; `jvp` no pair of trees alike; a call before
+            ``defvjp``.
+        TypeError: a leaf of `forward`'s output is no tensor, or a rule is no function.
     """
+    positions = find_positions("custom_vjp", f, nondiff_argnums)
+    if forward is None and backward is None and jvp is None:
+        return _await_vjp(f, positions)
+    rules = {"forward": forward, "backward": backward} | ({} if jvp is None else {"jvp": jvp})
+    check_rules("custom_vjp", f, rules)
+    made: Any = (forward, backward, jvp)
+    if positions:
+        return _await_vjp(f, positions, *made)
+    return _bind_vjp("custom_vjp", f, *made)
 
-    return _follow_rule("custom_vjp", f, forward, backward, jvp)
 
-
-def _follow_rule(
+def _bind_vjp(
     word: str, f: Callable, forward: Callable, backward: Callable, jvp: Callable | None
 ) -> Callable:
     @functools.wraps(f)
@@ -107,8 +143,54 @@ def _follow_rule(
     return wrapped
 
 
+@contextlib.contextmanager
+def _entering(calls: list[bool]) -> Iterator[None]:
+    calls.append(True)
+    try:
+        yield
+    finally:
+        calls.pop()
+
+
+def _await_vjp(f: Callable, positions: tuple[int, ...], *given: Callable | None) -> Any:
+    """`f` with rules that are given, or will be, and arguments without derivatives."""
+    rules: list[Any] = [*given]
+    inside: list[bool] = []  # a program in global view has one level of rules
+
+    @functools.wraps(f)
+    def wrapped(*args, **kwargs):
+        if not rules:
+            refuse_missing_rules("custom_vjp", f, "defvjp(forward, backward)")
+        forward, backward, jvp = rules
+        args = place_arguments("custom_vjp", f, args, kwargs)
+        if keeper() is not None and inside:
+            return f(*args)
+        with _entering(inside):
+            return call(forward, backward, jvp, args)
+
+    def call(forward, backward, jvp, args):
+        if not positions:
+            return _bind_vjp("custom_vjp", f, forward, backward, jvp)(*args)
+        split = SplitArguments("custom_vjp", f, args, positions)
+        own, ahead = (split.in_place(each, positions) for each in (f, forward))
+        push = None if jvp is None else split.in_front(jvp)
+        return _bind_vjp("custom_vjp", own, ahead, split.in_front(backward), push)(*split.rest)
+
+    def defvjp(forward: Callable, backward: Callable, jvp: Callable | None = None) -> None:
+        """Give the rules; of several calls the last counts."""
+        named = {"forward": forward, "backward": backward} | ({} if jvp is None else {"jvp": jvp})
+        check_rules("custom_vjp", f, named)
+        rules[:] = forward, backward, jvp
+
+    made: Any = wrapped
+    made.defvjp = defvjp
+    return made
+
+
 @public
-def custom_jvp(f: Callable, jvp: Callable) -> Callable:
+def custom_jvp(
+    f: Callable, jvp: Callable | None = None, *, nondiff_argnums: int | Sequence[int] = ()
+) -> Any:
     """The function that computes `f` and is differentiated by its rule of forward mode, `jvp`.
 
     ``jvp(args, tangents)`` returns ``(f(*args), tangent)``, both trees alike; `args` and `tangents`
@@ -126,16 +208,72 @@ def custom_jvp(f: Callable, jvp: Callable) -> Callable:
     >>> ft.jvp(safe_sqrt, (torch.tensor(4.0),), (torch.tensor(2.0),))[1]
     tensor(0.5000)
 
+    As in JAX it is a decorator, too: ``f.defjvp(jvp)`` gives the rule later, or
+    ``f.defjvps(*jvps)`` one for each argument, ``(tangent, out, *args) -> tangent of out``, or None
+    where it is zero; `f` in a rule has the rule in its turn. Calls take keywords and defaults.
+
+    >>> @ft.custom_jvp
+    ... def log1pexp(x):
+    ...     return torch.log1p(torch.exp(x))
+    >>> log1pexp.defjvps(lambda t, out, x: t * torch.sigmoid(x))
+    >>> ft.grad(log1pexp)(torch.tensor(100.0))
+    tensor(1.)
+
     Args:
-        f: takes trees with tensors; positional arguments only. Returns a tree of tensors.
-        jvp: as above.
+        f: takes trees with tensors, positional arguments. Returns a tree of tensors.
+        jvp: as above; None, where ``defjvp`` or ``defjvps`` gives it.
+        nondiff_argnums: positions of arguments without derivatives, such as functions and numbers:
+            the rule is ``jvp(*them, args, tangents)``, of the others alone.
 
     Raises:
         ValueError: `jvp` closes over a tensor that is being differentiated (make it an argument),
-            or returned no pair of trees alike.
-        TypeError: a leaf of `f`'s result is no tensor.
+            or one at `nondiff_argnums` is; it returned no pair of trees alike; a call before
+            ``defjvp``.
+        TypeError: a leaf of `f`'s result is no tensor, a rule is no function, or ``defjvps`` is
+            called with `nondiff_argnums`.
     """
+    positions = find_positions("custom_jvp", f, nondiff_argnums)
+    if jvp is not None:
+        check_rules("custom_jvp", f, {"jvp": jvp})
+        if not positions:
+            return _bind_jvp(f, jvp)
+    return _await_jvp(f, positions, [] if jvp is None else [jvp])
 
+
+def _await_jvp(f: Callable, positions: tuple[int, ...], rules: list[Callable]) -> Any:
+    """`f` with a rule that is given, or will be, and arguments without derivatives."""
+
+    @functools.wraps(f)
+    def wrapped(*args, **kwargs):
+        if not rules:
+            refuse_missing_rules("custom_jvp", f, "defjvp(jvp)")
+        args = place_arguments("custom_jvp", f, args, kwargs)
+        if not positions:
+            return _bind_jvp(f, rules[0])(*args)
+        split = SplitArguments("custom_jvp", f, args, positions)
+        return _bind_jvp(split.in_place(f, positions), split.in_front(rules[0]))(*split.rest)
+
+    def defjvp(jvp: Callable) -> Callable:
+        """Give the rule, which is returned; of several calls the last counts."""
+        check_rules("custom_jvp", f, {"jvp": jvp})
+        rules[:] = [jvp]
+        return jvp
+
+    def defjvps(*jvps: Callable | None) -> None:
+        """Give a rule for each argument."""
+        if positions:
+            got, fix = f"nondiff_argnums={positions}", "defjvp, or None for those arguments"
+            wanted = "a rule for each argument"
+            refuse(f"defjvps of {name_of(f)}", "nondiff_argnums", got, wanted, fix, TypeError)
+        check_rules("custom_jvp", f, {f"jvps[{i}]": x for i, x in enumerate(jvps) if x is not None})
+        rules[:] = [sum_tangents(wrapped, jvps)]
+
+    made: Any = wrapped
+    made.defjvp, made.defjvps = defjvp, defjvps
+    return made
+
+
+def _bind_jvp(f: Callable, jvp: Callable) -> Callable:
     def forward(*args):
         return f(*args), args
 
@@ -148,7 +286,7 @@ def custom_jvp(f: Callable, jvp: Callable) -> Callable:
 
         return rule_vjp(linear, zeros)[1](cotangents)[0]
 
-    return _follow_rule("custom_jvp", f, forward, backward, jvp)
+    return _bind_vjp("custom_jvp", f, forward, backward, jvp)
 
 
 class _Rule:

@@ -26,6 +26,7 @@ from functron.spmd.simulate import as_share, lacks_share, varying_axes
 from functron.transforms.capture import Relay, unwatched
 from functron.transforms.custom_vjp import custom_vjp
 from functron.transforms.gradient import (
+    IrreversibleError,
     TensorSlots,
     as_float_tensors,
     check_leaves,
@@ -260,6 +261,8 @@ def linearize(f: Callable, *primals: tree.Tree, has_aux: bool = False) -> tuple:
 
     `f` runs once: what is computed of tangents is the transpose of its backward, which keeps what
     `f` computed for as long as the function lives (`remat` and `custom_vjp` compute theirs again).
+    With a `functron.lax.while_loop` in `f`, which has no backward, `f` runs again with each tangent
+    as of `jvp`: its linear part is that loop, as in JAX.
     For one tangent `jvp` is cheaper; in a per-rank program that is traced it is what runs, and
     compilers merge what is equal.
 
@@ -312,8 +315,11 @@ def _linear(flat: _Flat) -> tuple[tuple, list, Callable[[tuple, bool], Sequence]
     if not floats:
         return floats, others, lambda given, again: ()
     zeros = [torch.zeros_like(x) for x in floats]
-    with in_phase("backward"):
-        transpose: Any = torch.func.vjp(lambda *cts: pull(cts), *zeros)[1]
+    try:
+        with in_phase("backward"):
+            transpose: Any = torch.func.vjp(lambda *cts: pull(cts), *zeros)[1]
+    except IrreversibleError:  # of a loop of unknown length, whose linear part is a loop as well
+        return floats, others, lambda given, again: _push(flat, given)[1]
     keep = {"retain_graph": True}
     return floats, others, lambda given, again: transpose(given, **keep, create_graph=again)
 

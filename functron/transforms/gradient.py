@@ -33,6 +33,10 @@ from functron.spmd.spec import P, bound_cuts, cuts_between, is_spec, scatter, sp
 from functron.transforms.capture import Relay, replacing_functions, unwatched
 
 
+class IrreversibleError(ValueError):
+    """A derivative in reverse reached a loop that has none."""
+
+
 @public
 def value_and_grad(
     f: Callable,

@@ -1,9 +1,10 @@
-"""``functron.lax``: collectives, loops and branches of per-rank programs, by JAX's names.
+"""``functron.lax``: collectives, control flow and operations of per-rank programs, by JAX's names.
 
 Collectives are in `functron.spmd.collectives`, branches and loops in
 `functron.transforms.control_flow` and `functron.transforms.scan`, scans of associative functions in
 `functron.transforms.associative_scan`, slices at indices known when a program runs in
-`functron.transforms.indexing`.
+`functron.transforms.indexing`, operations that torch lacks in `functron.transforms.lax_operations`,
+solutions of equations in `functron.transforms.implicit`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         switch,
         while_loop,
     )
+    from functron.transforms.implicit import custom_linear_solve, custom_root
     from functron.transforms.indexing import (
         dynamic_index_in_dim,
         dynamic_slice,
@@ -46,6 +48,16 @@ if TYPE_CHECKING:
         dynamic_update_index_in_dim,
         dynamic_update_slice,
         dynamic_update_slice_in_dim,
+    )
+    from functron.transforms.lax_operations import (
+        clamp,
+        cumlogsumexp,
+        cummax,
+        cummin,
+        cumprod,
+        cumsum,
+        optimization_barrier,
+        reduce_precision,
     )
     from functron.transforms.scan import scan
 

@@ -27,7 +27,7 @@ from functron.program.recorder import not_recording
 from functron.spmd.axes import BoundAxis, SimulatedAxis, enter, scope, source_line
 from functron.spmd.primitives import Vary
 from functron.spmd.simulate import varying_axes
-from functron.transforms.gradient import replace_at
+from functron.transforms.gradient import IrreversibleError, replace_at
 
 
 @contextlib.contextmanager
@@ -207,7 +207,7 @@ def _pull_results(f: Callable, operands: tuple) -> Irreversible:
         pulled: Any = torch.func.vjp(pick, *(values[i] for i in moving))
         try:
             pulled[1](tuple(map(torch.ones_like, pulled[0])))
-        except IrreversibleLoopError as error:
+        except IrreversibleError as error:
             return str(error)
         return None
 
@@ -365,10 +365,6 @@ def mark_irreversible(out: tree.Tree, told: Irreversible) -> tree.Tree:
     return tree.unflatten(structure, [*map(mark, leaves, told)]) if told else out
 
 
-class IrreversibleLoopError(ValueError):
-    """A derivative in reverse reaches a loop of unknown length."""
-
-
 class _Irreversible(Function):
     """y = x, without a derivative in reverse."""
 
@@ -386,7 +382,7 @@ class _Irreversible(Function):
     @staticmethod
     def backward(ctx, cotangent) -> Any:
         if cotangent is not None:
-            raise IrreversibleLoopError(ctx.told)
+            raise IrreversibleError(ctx.told)
         return None, None
 
     @staticmethod

@@ -214,6 +214,14 @@ def tie(x: torch.Tensor, dep: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def tie_all(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The values, each available only after all; below all transforms."""
+    last = values[0]
+    for x in values[1:]:
+        last = _barrier(x, last)
+    return (*(_barrier(x, last) for x in values[:-1]), last if values[1:] else _barrier(last, last))
+
+
 class ReachMode(TorchDispatchMode):
     """Finds which operands the intermediates of a with block are computed from."""
 

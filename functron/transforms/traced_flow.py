@@ -37,7 +37,7 @@ from functron.program.equations import Block, Switch, Var, While
 from functron.program.recorder import Recorder, active, keeper, live_equations
 from functron.spmd.axes import user_line
 from functron.transforms.capture import unwatched
-from functron.transforms.gradient import replace_at
+from functron.transforms.gradient import IrreversibleError, replace_at
 from functron.transforms.look_ahead import BranchResult, check_alike
 from functron.transforms.remat import CallSite, map_level, pull_back
 
@@ -571,7 +571,7 @@ class _WhileFunction(Function):
 
     @staticmethod
     def backward(ctx, *cotangents) -> Any:
-        raise ValueError(
+        raise IrreversibleError(
             f"while_loop at {ctx.program.line} is differentiated in reverse, for which every "
             "iteration would have to be kept, and their number is not known; wanted a loop of a "
             "known length; fix: lax.fori_loop with Python numbers for bounds, or lax.scan; or "

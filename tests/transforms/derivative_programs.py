@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
@@ -61,6 +63,43 @@ def by_custom_jvp(w, x):
     return torch.tanh(lax.psum(hidden(w["up"], x) @ w["down"][0], "tp"))
 
 
+def with_rules_given_later():
+    """The same with decorators; the hidden layer's nonlinearity and depth have no derivatives."""
+
+    @functools.partial(ft.custom_vjp, nondiff_argnums=(0, -1))
+    def hidden(curve, w, x, options=None):
+        return curve(x @ w)
+
+    def forward(curve, w, x, options):
+        y = hidden(curve, w, x, options=options)  # has the rule, as in JAX
+        return y, (w, x)
+
+    def backward(curve, options, residuals, cotangent):
+        w, x = residuals
+        inner = cotangent * options["slope"](curve(x @ w))
+        return x.mT @ inner, inner @ w.mT
+
+    hidden.defvjp(forward, backward)
+    slope = {"slope": lambda y: 1 - y**2}
+    rule = lambda w, x: hidden(torch.tanh, x=x, w=w, options=slope)
+    return lambda w, x: torch.tanh(lax.psum(rule(w["up"], x) @ w["down"][0], "tp"))
+
+
+def by_defjvps(w, x):
+    """Each argument's rule; the last has none."""
+
+    @ft.custom_jvp
+    def hidden(w, x, scale=1.0):
+        return torch.tanh(x @ w) * scale
+
+    hidden.defjvps(
+        lambda t, y, w, x, scale: (1 - y**2) * (x @ t),
+        lambda t, y, w, x, scale: (1 - y**2) * (t @ w),
+        None,
+    )
+    return torch.tanh(lax.psum(hidden(w["up"], x) @ w["down"][0], "tp"))
+
+
 def by_scan(w, x):
     """Rows one after another."""
     return ft.scan(lambda carry, row: (carry, on_ranks(w, row)), torch.zeros(()), x)[1]
@@ -74,6 +113,8 @@ PROGRAMS = {
     "custom_vjp": with_rule(),
     "custom_vjp-jvp": with_rule(push_hidden),
     "custom_jvp": by_custom_jvp,
+    "defvjp": with_rules_given_later(),
+    "defjvps": by_defjvps,
     "scan": by_scan,
     "op": lambda w, x: torch.tanh(lax.psum(OP(x, w["up"]) @ w["down"][0], "tp")),
 }

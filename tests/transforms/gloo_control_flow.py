@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import functron as ft
 from functron import Mesh, P, lax, tree
+from tests.transforms.implicit_programs import OURS, derive
 
 torch.set_default_dtype(torch.float64)
 MESH = Mesh(tp=2)
@@ -103,6 +104,29 @@ def check_loops(bound):
         ft.shard_map(ft.grad(either, 1), bound, (S, P()), P(), check=False)(mine, w)
 
 
+def check_equations(bound):
+    """Solutions, and what is mapped, of ranks that hold other parts."""
+    w = torch.linspace(-0.5, 0.5, 9).view(3, 3)
+    scales, v = torch.tensor([0.3, -0.9]), (w.T, x[:3])
+    for name in ("between_ranks", "shared_system"):
+
+        def program(w, x, name=name):
+            found = derive(OURS, name, "vmap", False, w, x, scales, v)
+            return tree.map(lambda y: y[None], found)
+
+        own, one = (ft.shard_map(program, mesh, P(), S, check=False) for mesh in (bound, MESH))
+        compare(own(w, x[:3]), shard(one(w, x[:3]), bound))
+
+    def mapped(x, w):
+        row = lambda x, y: lax.psum(lax.cumprod(lax.cummax(x * y), reverse=True), "tp")
+        rows = ft.vmap(row, (0, None), -1)(x.view(3, 1) * torch.ones(3), lax.clamp(0.0, x, w))
+        return lax.optimization_barrier(rows).sum()
+
+    own, one = (ft.shard_map(ft.value_and_grad(mapped), mesh, (S, P()), (P(), S))
+                for mesh in (bound, MESH))  # fmt: skip
+    compare(own(shard(x, bound), w[2, 2]), (lambda y, g: (y, shard(g, bound)))(*one(x, w[2, 2])))
+
+
 def check_refusals(bound):
     """Of a program that would hang, no rank waits."""
     mine = shard(x, bound)
@@ -124,7 +148,7 @@ def check_refusals(bound):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     bound = MESH.bind()
-    for check in (check_derivatives, check_loops, check_refusals):
+    for check in (check_derivatives, check_loops, check_equations, check_refusals):
         check(bound)
         if dist.get_rank() == 0:
             print(f"{check.__name__}: ok", flush=True)

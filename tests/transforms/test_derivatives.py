@@ -32,6 +32,7 @@ from tests.transforms.derivative_programs import (
     push_hidden,
     to_torch,
 )
+from tests.transforms.implicit_programs import OURS
 from tests.transforms.lives import LIVES
 
 MESH = Mesh(dp=2, tp=2)
@@ -45,6 +46,12 @@ jax_side = SimpleNamespace(
     tanh=jnp.tanh, vmap=jax.vmap, where=jnp.where, remat=jax.checkpoint, jvp=jax.jvp,
     linearize=jax.linearize, jacfwd=jax.jacfwd, jacrev=jax.jacrev, hessian=jax.hessian,
     grad=jax.grad, vjp=jax.vjp, scan=jax.lax.scan, zeros=jnp.zeros,
+)  # fmt: skip
+
+JAX_LOOPS = SimpleNamespace(
+    while_loop=jax.lax.while_loop, fori_loop=jax.lax.fori_loop, sin=jnp.sin, vmap=jax.vmap,
+    linearize=jax.linearize,
+    scan=lambda f, xs: jax.lax.scan(lambda c, x: (c, f(x)), 0.0, xs)[1],
 )  # fmt: skip
 
 
@@ -231,6 +238,28 @@ def test_linearize_runs_once():
     for scale in (1.0, 2.0):
         assert torch.allclose(push(scale * X_T), scale * X_T * (1 - out**2))
     assert calls == [1]
+
+
+LOOPS = {
+    "while": lambda L, x: L.while_loop(lambda c: c.sum() > 1, lambda c: c / 2 * L.sin(x), x * x),
+    "fori": lambda L, x: L.fori_loop(0, 3, lambda i, c: L.sin(c * x) + i, x),
+    "scan": lambda L, x: L.scan(lambda row: LOOPS["while"](L, x * row), x),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("life", LIVES)
+def test_linearize_of_loops(name, life):
+    """Applied to several tangents, at once and one by one."""
+
+    def use(L, x, s, t):
+        out, push = L.linearize(functools.partial(LOOPS[name], L), x)
+        return out, push(s), push(t), L.vmap(push)(L.sin(s * t[:, None]))
+
+    given = [np.array([1.0, 2.0, 3.0]), np.array([0.5, -1.0, 2.0]), np.array([3.0, 0.1, 0.2])]
+    want = use(JAX_LOOPS, *map(jnp.asarray, given))
+    run = ft.shard_map(functools.partial(use, OURS), Mesh(tp=2), P(), P())
+    same(LIVES[life](run)(*map(torch.from_numpy, given)), want)
 
 
 def test_remat_saves_memory_of_a_product_with_the_hessian():
