@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -273,6 +274,58 @@ def closed_values(fn: types.FunctionType, *, code: bool = False) -> Iterator[Any
         )
         if holds or _is_data(value):
             yield value
+
+
+def describe_call(value: Any, describe: Callable[[torch.Tensor], Hashable]) -> Any:
+    """A key for functions and operands: equal for equal code, static values and tensors' keys.
+
+    Hashable, but for objects of the user's that have no hash.
+
+    Args:
+        value: a function, or a tree of some and of operands.
+        describe: a tensor to its key.
+    """
+    return _describe(value, describe, set())
+
+
+def _describe(value: Any, describe: Callable[[torch.Tensor], Hashable], seen: set[int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return describe(value)
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
+        return type(value), value
+    if id(value) in seen:
+        return None
+    seen.add(id(value))
+    kind: Any = type(value)
+    if isinstance(value, types.FunctionType):
+        kind, parts = value.__code__, closed_values(value, code=True)
+    elif isinstance(value, functools.partial):
+        parts = value.func, value.args, value.keywords
+    elif isinstance(value, types.MethodType):
+        parts = value.__func__, value.__self__
+    elif tree.is_leaf(value):
+        return _Identity(value)
+    else:
+        parts, kind = tree.flatten(value)
+    return kind, *(_describe(part, describe, seen) for part in parts)
+
+
+class _Identity:
+    """An object, equal to itself as long as it lives."""
+
+    def __init__(self, value: Any):
+        self.hash = id(value)
+        try:
+            self.find: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self.find = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        found = self.find()
+        return isinstance(other, _Identity) and found is not None and found is other.find()
+
+    def __hash__(self) -> int:
+        return self.hash
 
 
 def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:

@@ -22,6 +22,7 @@ from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.random import watching_keys
 from functron.core.scopes import phase
 from functron.program.callbacks import effect_masks
+from functron.program.check import check
 from functron.program.equations import Block, Equation, Input, Var, Where
 from functron.program.interpreter import (
     RankValues,
@@ -68,13 +69,15 @@ def nans(f: Callable, *, infs: bool = True) -> Callable:
         infs: also end at an infinity that is computed from finite numbers, such as an overflow.
 
     Raises:
-        ValueError: (when called) there is such a number; or `f` cannot be traced.
+        ValueError: (when called) there is such a number; or `f` cannot be traced, or is not correct
+            on its mesh (`Program.check`).
     """
     name = getattr(f, "__name__", type(f).__name__)
 
     @public
     def searched(*args: tree.Tree) -> tree.Tree:
         program, mesh = _trace_ranks(f, args), getattr(f, "mesh", None)
+        check(program)
         bound = mesh if isinstance(mesh, BoundMesh) else None
         search = _Search(program, infs, raises=bound is None)
         leaves = program.flatten(args)

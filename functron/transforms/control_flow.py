@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -29,7 +27,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
-from functron.core.closure import closed_values, find_tensors, hoist, refuse_holders, refuse_orphans
+from functron.core.closure import (
+    describe_call,
+    find_tensors,
+    hoist,
+    refuse_holders,
+    refuse_orphans,
+)
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.functions import Function
 from functron.core.scopes import in_scopes, scope_names
@@ -485,7 +489,7 @@ class _Probe:
     def __init__(self, run: Callable[[], tree.Tree], *given: Any):
         self.run: Any = run
         axes = tuple((name, axis and axis.size) for name, axis in scope().axes.items())
-        self._key = _describe(given, set()), axes, tuple(scope().uneven)
+        self._key = describe_call(given, _describe), axes, tuple(scope().uneven)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Probe) and self._key == other._key
@@ -494,45 +498,8 @@ class _Probe:
         return hash(self._key)
 
 
-def _describe(value: Any, seen: set[int]) -> Any:
-    """A key for code, what it closes over, and the shapes, dtypes and variation of operands."""
-    if isinstance(value, torch.Tensor):
-        return *_kind(value), compat.is_batched(value), varying_axes(value)
-    if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
-        return type(value), value
-    if id(value) in seen:
-        return None
-    seen.add(id(value))
-    kind: Any = type(value)
-    if isinstance(value, types.FunctionType):
-        kind, parts = value.__code__, closed_values(value, code=True)
-    elif isinstance(value, functools.partial):
-        parts = value.func, value.args, value.keywords
-    elif isinstance(value, types.MethodType):
-        parts = value.__func__, value.__self__
-    elif tree.is_leaf(value):
-        return _Identity(value)
-    else:
-        parts, kind = tree.flatten(value)
-    return kind, *(_describe(part, seen) for part in parts)
-
-
-class _Identity:
-    """An object, equal to itself as long as it lives."""
-
-    def __init__(self, value: Any):
-        self.hash = id(value)
-        try:
-            self.find: Callable[[], Any] = weakref.ref(value)
-        except TypeError:
-            self.find = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        found = self.find()
-        return isinstance(other, _Identity) and found is not None and found is other.find()
-
-    def __hash__(self) -> int:
-        return self.hash
+def _describe(x: torch.Tensor) -> tuple:
+    return *_kind(x), compat.is_batched(x), varying_axes(x)
 
 
 def _make_fake(x: Any) -> Any:

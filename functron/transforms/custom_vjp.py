@@ -9,9 +9,11 @@ those of every step.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +22,12 @@ import torch
 from functron.core import compat, tree
 from functron.core.closure import refuse_holders
 from functron.core.errors import public
-from functron.core.scopes import in_phase
+from functron.core.scopes import in_phase, set_during
 from functron.program.recorder import keeper
 from functron.spmd.axes import user_line
 from functron.transforms.capture import unwatched
 from functron.transforms.gradient import replace_at, rule_vjp
+from functron.transforms.linearity import LinearityCheck, key_of, name_rule
 from functron.transforms.remat import (
     CallSite,
     LevelFunction,
@@ -36,6 +39,16 @@ from functron.transforms.remat import (
 )
 
 _Tensors = Sequence[torch.Tensor]
+
+_seen: contextvars.ContextVar[list | None] = contextvars.ContextVar("functron_rules", default=None)
+
+
+@contextlib.contextmanager
+def finding_rules() -> Iterator[list[Callable]]:
+    """The functions with a derivative of their own that are differentiated in this with block."""
+    found: list[Callable] = []
+    with set_during(_seen, found):
+        yield found
 
 
 @public
@@ -74,7 +87,8 @@ def custom_vjp(
     Raises:
         ValueError: a function closes over a tensor that is being differentiated (make it an
             argument); `backward` returned another number of cotangents than there are arguments;
-            `jvp` no pair of trees alike.
+            `jvp` no pair of trees alike; or `backward` is not linear in cotangents, in forward
+            mode without `jvp`.
         TypeError: a leaf of `forward`'s output is no tensor.
     """
 
@@ -94,7 +108,9 @@ def custom_vjp(
         site, operands = CallSite.of(functions, args)
         if not will_be_differentiated(operands[site.num_tokens :]):
             return f(*args)
-        rule = _Rule(site, operands, jvp is not None)
+        if (seen := _seen.get()) is not None:
+            seen.append(f)
+        rule = _Rule(site, operands, (forward, backward), jvp is not None)
         made: Any = _CustomVjp.apply(_Level.of(rule), *operands)
         return tree.unflatten(rule.out_structure, made[: rule.num_outputs])
 
@@ -108,8 +124,9 @@ def custom_jvp(f: Callable, jvp: Callable) -> Callable:
     ``jvp(args, tangents)`` returns ``(f(*args), tangent)``, both trees alike; `args` and `tangents`
     are tuples with one tree per argument, with None in `tangents` for leaves that are not floating
     point. It must be linear in tangents: reverse mode is its transpose, taken in backward of the
-    arguments, which alone are kept. It is a per-rank program, as `f` is: `functron.lax` may be used
-    in both. Derivatives of derivatives differentiate the operations of `jvp`.
+    arguments, which alone are kept; a rule that is not linear is refused there. It is a per-rank
+    program, as `f` is: `functron.lax` may be used in both. Derivatives of derivatives differentiate
+    the operations of `jvp`.
 
     >>> def rule(args, tangents):
     ...     (x,), (t,) = args, tangents
@@ -126,7 +143,7 @@ def custom_jvp(f: Callable, jvp: Callable) -> Callable:
 
     Raises:
         ValueError: `jvp` closes over a tensor that is being differentiated (make it an argument),
-            or returned no pair of trees alike.
+            or returned no pair of trees alike; or, in reverse mode, it is not linear in tangents.
         TypeError: a leaf of `f`'s result is no tensor.
     """
 
@@ -138,9 +155,21 @@ def custom_jvp(f: Callable, jvp: Callable) -> Callable:
 
         def linear(tangents):
             made = jvp(args, tangents)
-            return tree.unflatten(tree.structure(made[0]), _check_pushed(made))
+            moved = tree.unflatten(tree.structure(made[0]), _check_pushed(made))
+            check.note(moved)
+            return moved
 
-        return rule_vjp(linear, zeros)[1](cotangents)[0]
+        floats = [x for x in tree.leaves(zeros) if isinstance(x, torch.Tensor)]
+        check = LinearityCheck(
+            f"custom_jvp, differentiated in reverse: the tangent by the rule {name_rule(jvp)}",
+            "compute what multiplies tangents from args alone, or take custom_vjp, whose backward "
+            "is given",
+            floats,
+        )
+        with check.following(key_of(jvp, args)) as finish:
+            moved = rule_vjp(linear, zeros)[1](cotangents)[0]
+            finish(moved)
+        return moved
 
     return custom_vjp(f, forward, backward, jvp)
 
@@ -158,8 +187,11 @@ class _Rule:
         out_structure: of the outputs.
     """
 
-    def __init__(self, site: CallSite, operands: _Tensors, has_jvp: bool):
+    def __init__(
+        self, site: CallSite, operands: _Tensors, functions: tuple[Callable, ...], has_jvp: bool
+    ):
         self.site, self.has_jvp = site, has_jvp
+        self._functions = functions
         first = site.first_argument
         self.moving = [i for i, x in enumerate(operands) if i >= first and x.is_floating_point()]
         self.num_outputs = 0
@@ -167,6 +199,15 @@ class _Rule:
         self.out_structure: Any = None
         self._kept_structure: Any = None
         self._recipe: list[tuple[str, Any]] = []
+
+    @property
+    def name(self) -> str:
+        """That of backward, with its place."""
+        return name_rule(self._functions[1])
+
+    def key(self, operands: _Tensors) -> Hashable:
+        """A key for forward and backward of such operands."""
+        return key_of(self._functions, self.site.arguments.leaves, operands)
 
     @property
     def read(self) -> set[int]:
@@ -439,9 +480,23 @@ def _transpose(
     ]
     if not zeros:
         return []
-    transpose: Any = torch.func.vjp(pulled, *zeros)[1]
-    with in_phase("forward"):
-        return transpose(tuple(tangents), retain_graph=outer, create_graph=outer)
+    check = LinearityCheck(
+        f"custom_vjp, differentiated in forward mode: backward, {level.rule.name}",
+        "give custom_vjp a rule of forward mode, jvp=",
+        zeros,
+    )
+
+    def noted(*cotangents):
+        found = pulled(*cotangents)
+        check.note(found)
+        return found
+
+    with check.following(level.rule.key(operands)) as finish:
+        transpose: Any = torch.func.vjp(noted, *zeros)[1]
+        with in_phase("forward"):
+            moved = transpose(tuple(tangents), retain_graph=outer, create_graph=outer)
+        finish(moved)
+    return moved
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from functron.program.recorder import keeper, keeping
 from functron.spmd.axes import TracedAxis, scope, user_line
 from functron.spmd.simulate import as_share, lacks_share, varying_axes
 from functron.transforms.capture import Relay, unwatched
-from functron.transforms.custom_vjp import custom_vjp
+from functron.transforms.custom_vjp import custom_vjp, finding_rules
 from functron.transforms.gradient import (
     TensorSlots,
     check_leaves,
@@ -220,9 +220,9 @@ def linearize(f: Callable, *primals: tree.Tree, has_aux: bool = False) -> tuple:
     """``f(*primals)`` and its derivative there, a linear function of tangents.
 
     `f` runs once: what is computed of tangents is the transpose of its backward, which keeps what
-    `f` computed for as long as the function lives (`remat` and `custom_vjp` compute theirs again).
-    For one tangent `jvp` is cheaper; in a per-rank program that is traced it is what runs, and
-    compilers merge what is equal.
+    `f` computed for as long as the function lives (`remat` computes its own again). For one tangent
+    `jvp` is cheaper; in a per-rank program that is traced it is what runs, and compilers merge what
+    is equal. It also runs, for each tangent, where `f` has a `custom_vjp` or `custom_jvp` in it.
 
     >>> out, push = ft.linearize(lambda x: x**3, torch.tensor(2.0))
     >>> out, push(torch.tensor(1.0)), push(torch.tensor(2.0))
@@ -266,10 +266,13 @@ def _linear(flat: _Flat) -> tuple[tuple, list, Callable[[tuple, bool], Sequence]
     traced = any(isinstance(axis, TracedAxis) for axis in scope().axes.values())
     if traced or not flat.moving:  # a program's check goes by what its operations are
         return *flat(*flat.moving), lambda given, again: _push(flat, given)[1]
-    made: Any = torch.func.vjp(flat, *flat.moving, has_aux=True)
+    with finding_rules() as rules:
+        made: Any = torch.func.vjp(flat, *flat.moving, has_aux=True)
     floats, pull, others = made
     if not floats:
         return floats, others, lambda given, again: ()
+    if rules:  # of which the transpose of backward may be another derivative than that of jvp
+        return floats, others, lambda given, again: _push(flat, given)[1]
     zeros = [torch.zeros_like(x) for x in floats]
     with in_phase("backward"):
         transpose: Any = torch.func.vjp(lambda *cts: pull(cts), *zeros)[1]
