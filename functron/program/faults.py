@@ -22,7 +22,7 @@ from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.random import watching_keys
 from functron.core.scopes import phase
 from functron.program.callbacks import effect_masks
-from functron.program.check import check
+from functron.program.check import check, refuse_divided
 from functron.program.equations import Block, Equation, Input, Var, Where
 from functron.program.interpreter import (
     RankValues,
@@ -77,6 +77,7 @@ def nans(f: Callable, *, infs: bool = True) -> Callable:
     @public
     def searched(*args: tree.Tree) -> tree.Tree:
         program, mesh = _trace_ranks(f, args), getattr(f, "mesh", None)
+        refuse_divided(program)
         check(program)
         bound = mesh if isinstance(mesh, BoundMesh) else None
         search = _Search(program, infs, raises=bound is None)

@@ -36,7 +36,7 @@ from functron.program.callbacks import (
     repeat_effect,
     run_effect,
 )
-from functron.program.check import check
+from functron.program.check import check, refuse_divided
 from functron.program.equations import (
     Block,
     Code,
@@ -157,6 +157,7 @@ def run_in_lockstep(program: Code, *args: tree.Tree) -> tree.Tree:
     leaves = program.flatten(args)
     refuse_orphans(program.name, leaves.values())
     refuse_derivatives(program, leaves)
+    refuse_divided(program)
     check(program)
     mesh = program.mesh
     values = {given.var: _values_of_ranks(program, given, leaves) for given in program.inputs}

@@ -59,10 +59,11 @@ def custom_vjp(
 
     ``forward(*args)`` returns ``(f(*args), residuals)`` with any tree of residuals, and
     ``backward(residuals, cotangents)`` returns one tree of cotangents per argument, with None for
-    an argument or leaf that is not floating point or does not matter. All three are per-rank
-    programs: every collective of `functron.lax` may be used in each. `backward` gets every rank's
-    own cotangent of a replicated output (their sum is its cotangent), must be linear in
-    cotangents, and returns every rank's own share, as `functron.grad` does.
+    an argument or leaf that is neither floating point nor complex, or does not matter. All three
+    are per-rank programs: every collective of `functron.lax` may be used in each. `backward` gets
+    every rank's own cotangent of a replicated output (their sum is its cotangent), must be linear
+    in cotangents, and returns every rank's own share, as `functron.grad` does. Cotangents of
+    complex values are torch's (`functron.vjp`).
 
     Only arguments and residuals are kept between forward and backward. Residuals that are arguments
     or outputs cost nothing more. Where nothing is differentiated `f` itself runs.
@@ -122,11 +123,11 @@ def custom_jvp(f: Callable, jvp: Callable) -> Callable:
     """The function that computes `f` and is differentiated by its rule of forward mode, `jvp`.
 
     ``jvp(args, tangents)`` returns ``(f(*args), tangent)``, both trees alike; `args` and `tangents`
-    are tuples with one tree per argument, with None in `tangents` for leaves that are not floating
-    point. It must be linear in tangents: reverse mode is its transpose, taken in backward of the
-    arguments, which alone are kept; a rule that is not linear is refused there. It is a per-rank
-    program, as `f` is: `functron.lax` may be used in both. Derivatives of derivatives differentiate
-    the operations of `jvp`.
+    are tuples with one tree per argument, with None in `tangents` for leaves that are neither
+    floating point nor complex. It must be linear in tangents: reverse mode is its transpose, taken
+    in backward of the arguments, which alone are kept; a rule that is not linear is refused there.
+    It is a per-rank program, as `f` is: `functron.lax` may be used in both. Derivatives of
+    derivatives differentiate the operations of `jvp`.
 
     >>> def rule(args, tangents):
     ...     (x,), (t,) = args, tangents
@@ -151,7 +152,7 @@ def custom_jvp(f: Callable, jvp: Callable) -> Callable:
         return f(*args), args
 
     def backward(args, cotangents):
-        zeros = tree.map(lambda x: torch.zeros_like(x) if tree.is_float(x) else None, args)
+        zeros = tree.map(lambda x: torch.zeros_like(x) if tree.is_inexact(x) else None, args)
 
         def linear(tangents):
             made = jvp(args, tangents)
@@ -193,7 +194,7 @@ class _Rule:
         self.site, self.has_jvp = site, has_jvp
         self._functions = functions
         first = site.first_argument
-        self.moving = [i for i, x in enumerate(operands) if i >= first and x.is_floating_point()]
+        self.moving = [i for i, x in enumerate(operands) if i >= first and tree.is_inexact(x)]
         self.num_outputs = 0
         self.floats: list[int] = []
         self.out_structure: Any = None
@@ -226,7 +227,7 @@ class _Rule:
                     "output; wanted a tree of tensors; fix: return what is static outside"
                 )
         self.num_outputs = len(outputs)
-        self.floats = [i for i, leaf in enumerate(outputs) if leaf.is_floating_point()]
+        self.floats = [i for i, leaf in enumerate(outputs) if tree.is_inexact(leaf)]
         kept, self._kept_structure = tree.flatten(residuals)
         made = list(outputs)
         self._recipe = [_source(leaf, operands, made) for leaf in kept]
@@ -272,9 +273,9 @@ def _check_pushed(made: Any) -> list:
     outputs = tree.leaves(made[0])
     moved = tree.same_structure(made[0], made[1], names=("the result", "the rule's tangent"))
     for i, (path, x, tangent) in enumerate(zip(tree.paths(made[0]), outputs, moved, strict=True)):
-        if tangent is None and tree.is_float(x):
+        if tangent is None and tree.is_inexact(x):
             moved[i] = torch.zeros_like(x)
-        elif tree.is_float(x) and not _is_like(tangent, x):
+        elif tree.is_inexact(x) and not _is_like(tangent, x):
             got: Any = tangent
             if isinstance(tangent, torch.Tensor):
                 got = f"{tuple(tangent.shape)} {tangent.dtype}"

@@ -53,7 +53,7 @@ class _Flat:
     def __init__(self, f: Callable, primals: tuple, has_aux: bool):
         self._f, self._has_aux = f, has_aux
         self._leaves, self.structure = tree.flatten(primals)
-        self._places = [i for i, leaf in enumerate(self._leaves) if tree.is_float(leaf)]
+        self._places = [i for i, leaf in enumerate(self._leaves) if tree.is_inexact(leaf)]
         self.moving = [self._leaves[i] for i in self._places]
         self.outside = self._aux = TensorSlots(self.structure, [], [])
         self.are_floats: list[bool] = []
@@ -64,9 +64,9 @@ class _Flat:
         value, aux = made if self._has_aux else (made, None)
         outputs, self.outside = split_output(value)
         others, self._aux = split_output(aux)
-        self.are_floats = list(map(tree.is_float, outputs))
+        self.are_floats = list(map(tree.is_inexact, outputs))
         floats = tuple(itertools.compress(outputs, self.are_floats))
-        return floats, [x for x in outputs if not tree.is_float(x)] + others
+        return floats, [x for x in outputs if not tree.is_inexact(x)] + others
 
     def results(self, floats: Sequence, others: Sequence) -> tuple[tree.Tree, tree.Tree]:
         """The trees of results and of auxiliary values."""
@@ -87,7 +87,7 @@ class _Flat:
             ValueError: they have another structure, shape or dtype.
         """
         paths = tree.paths(tree.unflatten(self.structure, self._leaves))
-        nones = [x if tree.is_float(x) else None for x in self._leaves]
+        nones = [x if tree.is_inexact(x) else None for x in self._leaves]
         wanted = tree.unflatten(self.structure, nones)
         given = tree.same_structure(wanted, tangents, names=("the primals", "the tangents"))
         rows = zip([paths[i] for i in self._places], self.moving, given, strict=True)
@@ -168,7 +168,10 @@ def _push(flat: _Flat, tangents: Sequence) -> tuple[tuple, tuple, list]:
         floats, others = flat()
         return floats, tuple(map(torch.zeros_like, floats)), others
     made: Any = torch.func.jvp(flat, tuple(flat.moving), tuple(tangents), has_aux=True)
-    return made
+    floats, moved, others = made
+    # torch's tangents of a real tensor times a complex number are wider than the product
+    moved = tuple(t.to(x.dtype) for x, t in zip(floats, moved, strict=True))
+    return floats, moved, others
 
 
 @public
@@ -188,7 +191,8 @@ def jvp(f: Callable, primals: tuple, tangents: tuple, *, has_aux: bool = False) 
     Args:
         f: returns a tree; with `has_aux`, ``(tree, anything)``.
         primals: a tuple with a tree for each argument.
-        tangents: trees like them, with None in place of leaves that are not floating point.
+        tangents: trees like them, with None in place of leaves that are neither floating point nor
+            complex.
         has_aux: whether `f` returns auxiliary values as well, which have no tangent.
 
     Returns:
@@ -334,6 +338,19 @@ def _refuse_integers(name: str, flat: _Flat) -> None:
         ],
         TypeError,
     )
+
+
+def _refuse_complex(results: Sequence[torch.Tensor]) -> None:
+    """Raise TypeError for complex results, of which a row would be the real part's alone."""
+    raise_problems(
+        "jacrev cannot differentiate these results",
+        [
+            Problem(f"result {i}", str(x.dtype), "a floating-point tensor",
+                    "return torch.view_as_real(z), or take jacfwd")
+            for i, x in enumerate(results) if x.is_complex()
+        ],
+        TypeError,
+    )  # fmt: skip
 
 
 def is_none(leaf: Any) -> bool:
@@ -492,6 +509,7 @@ def jacrev(
             made: Any = torch.func.vjp(flat, *flat.moving, has_aux=True)
             floats, pull, others = made
             _refuse_integers("jacrev", flat)
+            _refuse_complex(floats)
             for x in floats:
                 check_replicated("jacrev", "a result", x, axes)
             seeds = [

@@ -122,7 +122,7 @@ class LinearityCheck:
 
 
 def _floats(results: tree.Tree) -> list[torch.Tensor]:
-    return [x for x in tree.leaves(results) if tree.is_float(x)]
+    return [x for x in tree.leaves(results) if tree.is_inexact(x)]
 
 
 def _find_plain(x: torch.Tensor) -> torch.Tensor:
