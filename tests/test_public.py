@@ -18,7 +18,7 @@ LINES = {
     "program": 12_700,
     "compiler": 21_200,
     "transforms": 17_400,
-    "ops": 11_900,
+    "ops": 12_100,
     "pipeline": 30_800,
     "data": 12_000,
     "precision": 21_600,
