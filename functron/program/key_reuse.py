@@ -142,7 +142,7 @@ class _KeyValue:
 
 @dataclass(frozen=True)
 class _Link:
-    """What elements may be the same as.
+    """Elements that others may be the same as.
 
     Attributes:
         of: numbers of elements, ``[choices, size]``; ``[choices, 1]`` for all alike.
