@@ -562,7 +562,7 @@ def _move(equation: Equation, values: Mapping[Var, _KeyValue]) -> list[torch.Ten
 
 
 def _find_choices(equation: Equation, values: Mapping[Var, _KeyValue]) -> list[_Link]:
-    """What the results may be, of an operation that chooses."""
+    """Links of the results of an operation that chooses."""
     name, args = equation.name, equation.args
     if not any(result.dtype == torch.int64 for result in equation.results):
         return []
