@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -69,9 +70,9 @@ def call_on_tape(fn: Callable, tensors: list[torch.Tensor]) -> tree.Tree:
     def floats_of(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         nonlocal rest, structure
         leaves, structure = tree.flatten(fn(*values))
-        fixed = [None if tree.is_float(leaf) else leaf for leaf in leaves]
+        fixed = [None if tree.is_inexact(leaf) else leaf for leaf in leaves]
         rest = [compat.plain(x) if isinstance(x, torch.Tensor) else x for x in fixed]
-        return tuple(filter(tree.is_float, leaves)) or (torch.zeros(()),)  # vjp wants some
+        return tuple(filter(tree.is_inexact, leaves)) or (torch.zeros(()),)  # vjp wants some
 
     made = iter(cast(tuple, _OnTape.apply(floats_of, *tensors)))
     return tree.unflatten(structure, [next(made) if x is None else x for x in rest])
@@ -275,8 +276,115 @@ def closed_values(fn: types.FunctionType, *, code: bool = False) -> Iterator[Any
             yield value
 
 
-def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
-    if _is_tracked(value):
+def describe_call(value: Any, describe: Callable[[torch.Tensor], Hashable]) -> Any:
+    """A key for functions and operands: equal for equal code, static values and tensors' keys.
+
+    Hashable, but for objects of the user's that have no hash.
+
+    Args:
+        value: a function, or a tree of some and of operands.
+        describe: a tensor to its key.
+    """
+    return _describe(value, describe, set())
+
+
+def _describe(value: Any, describe: Callable[[torch.Tensor], Hashable], seen: set[int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return describe(value)
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
+        return type(value), value
+    if id(value) in seen:
+        return None
+    seen.add(id(value))
+    kind: Any = type(value)
+    if isinstance(value, types.FunctionType):
+        kind, parts = value.__code__, closed_values(value, code=True)
+    elif isinstance(value, functools.partial):
+        parts = value.func, value.args, value.keywords
+    elif isinstance(value, types.MethodType):
+        parts = value.__func__, value.__self__
+    elif tree.is_leaf(value):
+        return _Identity(value)
+    else:
+        parts, kind = tree.flatten(value)
+    return kind, *(_describe(part, describe, seen) for part in parts)
+
+
+class _Identity:
+    """An object, equal to itself as long as it lives."""
+
+    def __init__(self, value: Any):
+        self.hash = id(value)
+        try:
+            self.find: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self.find = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        found = self.find()
+        return isinstance(other, _Identity) and found is not None and found is other.find()
+
+    def __hash__(self) -> int:
+        return self.hash
+
+
+def note_writes(title: str, *values: Any) -> Callable[[], None]:
+    """A function that raises ValueError where tensors were written to since this was called.
+
+    Args:
+        title: of the error, with the function that must not write to them.
+        values: trees of what it is given, and functions whose closures it sees.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for value in values:
+        for leaf in tree.leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                found[id(leaf)] = leaf
+            elif callable(leaf):
+                _collect(leaf, found, set(), lambda x: isinstance(x, torch.Tensor))
+    plain = [compat.plain(x) for x in found.values()]
+    before = [(x, x._version) for x in plain if not x.is_inference()]
+
+    def check() -> None:
+        written = [x for x, version in before if x._version != version]
+        if written:
+            more = f" and {len(written) - 1} more" if written[1:] else ""
+            raise ValueError(
+                f"{title} modified a tensor of shape {tuple(written[0].shape)}{more} in place, "
+                "which it was given or closes over, and whose old values are lost; wanted a pure "
+                "function; fix: modify a clone, x = x.clone(), or write the operation out of place"
+            )
+
+    return check
+
+
+def copy_views(out: tree.Tree, *given: Any) -> tree.Tree:
+    """`out` with copies of tensors that are views of some in `given`.
+
+    A later update in place of one, such as of a donated argument, would change the other in
+    silence. A tensor of `given` itself stays: who consumes it consumes both.
+    """
+    known = [x for x in tree.leaves(given) if isinstance(x, torch.Tensor)]
+    memory, same = {_memory(x) for x in known}, set(map(id, known))
+
+    def own(x: Any) -> Any:
+        shown = isinstance(x, torch.Tensor) and id(x) not in same and _memory(x) in memory
+        return x.clone() if shown else x
+
+    return tree.map(own, out)
+
+
+def _memory(x: torch.Tensor) -> int:
+    return compat.plain(x).untyped_storage()._cdata
+
+
+def _collect(
+    value: Any,
+    found: dict[int, torch.Tensor],
+    seen: set[int],
+    is_wanted: Callable[[Any], bool] = _is_tracked,
+) -> None:
+    if is_wanted(value):
         found[id(value)] = value
         return
     if id(value) in seen:
@@ -292,7 +400,7 @@ def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None
     elif _is_container(value):
         parts = tree.leaves(value)
     for part in parts:
-        _collect(part, found, seen)
+        _collect(part, found, seen, is_wanted)
 
 
 def _rewrite(value: Any, new: dict[int, torch.Tensor], memo: dict[int, Any]) -> Any:

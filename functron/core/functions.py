@@ -22,6 +22,13 @@ from torch.utils import _pytree as pytree
 
 from functron.core.compat import level_of, transform_names, transforms_active, unwrap_if_dead
 
+_INEXACT = frozenset(
+    each
+    for each in vars(torch).values()
+    if isinstance(each, torch.dtype) and (each.is_floating_point or each.is_complex)
+)
+"""The dtypes of tensors that have derivatives."""
+
 
 class Function(torch.autograd.Function):
     """`torch.autograd.Function` whose `apply` costs less.
@@ -87,7 +94,7 @@ class Function(torch.autograd.Function):
         if ctx.materializes:
             tangents = [
                 torch.zeros_like(x)
-                if t is None and isinstance(x, torch.Tensor) and x.is_floating_point()
+                if t is None and isinstance(x, torch.Tensor) and x.dtype in _INEXACT
                 else t
                 for x, t in zip(primals, tangents, strict=True)
             ]

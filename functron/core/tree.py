@@ -510,6 +510,11 @@ def json_checksum(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
+def is_inexact(leaf: Any) -> bool:
+    """Whether `leaf` is a floating-point or complex tensor, through which derivatives pass."""
+    return is_float(leaf) or (isinstance(leaf, torch.Tensor) and leaf.is_complex())
+
+
 def is_float(leaf: Any) -> bool:
     """Whether `leaf` is a floating-point tensor, which has a derivative."""
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

@@ -20,6 +20,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from functron.core import compat
+from functron.core.closure import note_writes
 from functron.core.errors import Problem, public, raise_problems
 from functron.ops.launch import cuda
 from functron.ops.nvrtc import SourceText, read
@@ -367,7 +368,9 @@ def _bind(name: str, found: _Signature, args: tuple, kwargs: dict[str, Any]) -> 
 
 def _run_reference(name: str, reference: Callable, count: int, *args: Any) -> Any:
     """Results as an operation returns them: contiguous, and no views of operands."""
+    check_writes = note_writes(f"{name}: the reference", [x for x in args if x is not None])
     out = reference(*args)
+    check_writes()
     made = out if isinstance(out, (tuple, list)) else (out,)
     _check_count(name, "reference", made, count)
     given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}

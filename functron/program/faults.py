@@ -1,28 +1,24 @@
-"""Faults: the first number that is not finite, keys that are used twice, wrong derivatives.
+"""Faults: the first number that is not finite, and wrong derivatives.
 
-`nans` runs a traced program equation by equation; `check_key_reuse` looks at one without running
-it; `check_grads` compares derivatives with finite differences. All take per-rank programs on any
-mesh.
+`nans` runs a traced program equation by equation; `check_grads` compares derivatives with finite
+differences. Both take per-rank programs on any mesh.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 
 from functron.core import compat, tree
-from functron.core.errors import Problem, public, raise_problems, refuse
-from functron.core.random import watching_keys
-from functron.core.scopes import phase
+from functron.core.errors import Problem, public, raise_problems
 from functron.program.callbacks import effect_masks
-from functron.program.equations import Block, Equation, Input, Var, Where
+from functron.program.check import check, refuse_divided
+from functron.program.equations import Equation, Input, Var, Where
 from functron.program.interpreter import (
     RankValues,
     ambient_inputs,
@@ -30,7 +26,6 @@ from functron.program.interpreter import (
     run_in_lockstep,
     watching_numbers,
 )
-from functron.program.recorder import active, keeper
 from functron.program.text import dtype_text, word
 from functron.program.trace import Program, trace
 from functron.spmd.axes import bind
@@ -72,13 +67,16 @@ def nans(f: Callable, *, infs: bool = True) -> Callable:
         infs: also end at an infinity that is computed from finite numbers, such as an overflow.
 
     Raises:
-        ValueError: (when called) there is such a number; or `f` cannot be traced.
+        ValueError: (when called) there is such a number; or `f` cannot be traced, or is not correct
+            on its mesh (`Program.check`).
     """
     name = getattr(f, "__name__", type(f).__name__)
 
     @public
     def searched(*args: tree.Tree) -> tree.Tree:
-        program, mesh = _trace_ranks(f, args), getattr(f, "mesh", None)
+        program, mesh = trace_ranks(f, args), getattr(f, "mesh", None)
+        refuse_divided(program)
+        check(program)
         if isinstance(mesh, BoundMesh):
             return _run_bound(name, program, mesh, args, infs)
         leaves = program.flatten(args)
@@ -93,7 +91,7 @@ def nans(f: Callable, *, infs: bool = True) -> Callable:
     return searched
 
 
-def _trace_ranks(f: Callable, args: tuple) -> Program:
+def trace_ranks(f: Callable, args: tuple) -> Program:
     """The program of one rank; of a function that nothing maps, of this process."""
     return trace(f)(*args) if isinstance(f, MappedFunction) else trace(f, simulate=True)(*args)
 
@@ -275,7 +273,7 @@ class _Search:
         if not any(found and found.nans for column in columns for found in column):
             infinite = any(_count_bad(x) for value in operands for x in _ranks_of(value))
             if not infinite and _has_infinity((equation.args, tuple(equation.kwargs.values()))):
-                self._sources[f"{equation.name} at {_line_of(equation.where)}"] = None
+                self._sources[f"{equation.name} at {line_of(equation.where)}"] = None
                 return
             if infinite or not self.infs:
                 return
@@ -286,7 +284,7 @@ class _Search:
         scopes = f", in {'/'.join(where.scopes)}" if where.scopes else ""
         rows = "".join(f", row {index} of scan {word(name)}" for name, index in self.rows)
         what = f"{equation.name} ({where.phase}{scopes}{rows})"
-        head = f"nans: {what} makes the first number that is not finite at {_line_of(where)}"
+        head = f"nans: {what} makes the first number that is not finite at {line_of(where)}"
         names = [v for v in equation.outputs if v is not None]
         lines = [
             f"result {names[k]!r} {_describe(_ranks_of(value)[first])}"
@@ -373,309 +371,9 @@ def _describe(value: torch.Tensor) -> str:
     return f"{head}: {text}"
 
 
-def _line_of(where: Where) -> str:
+def line_of(where: Where) -> str:
+    """The user's line, in words."""
     return where.line or "an unknown line"
-
-
-# --- keys
-
-
-@public
-def check_key_reuse(f: Callable) -> Callable[..., None]:
-    """The function that, called with the arguments of `f`, checks that no key is used twice in it.
-
-    As `jax.experimental.key_reuse`. A key gives the same numbers each time, so two draws with one
-    key are the same or correlated, as are a draw and what follows from `split` of its key. Found
-    are also a key that every iteration of a scan draws with, keys that are made alike (``key(0)``
-    or ``fold_in(key, 0)`` twice), and a row of keys that are used as a whole. `f` is traced, and
-    nothing computed: arguments may be abstract. Parts of one array (``index=``) may be drawn one by
-    one, and a key may be split alike again, if its parts are not used again.
-
-    >>> def f(key):
-    ...     return ft.random.normal(key, (2,)) + ft.random.uniform(key, (2,))
-    >>> try:
-    ...     ft.debug.check_key_reuse(f)(ft.random.key(0))
-    ... except ValueError as error:
-    ...     print(str(error).splitlines()[0])
-    f uses random keys more than once
-
-    Ranks of a mesh, and elements of a `torch.func.vmap`, may share a key. Partitioned functions
-    that `f` calls are not looked into. Not found, where JAX finds it: a key that a loop or branch
-    returns besides drawing with it (as a carry, or among ys), or draws with after it has returned
-    parts of it; rows of keys that `functron.lax.map` draws with and that are used again; and keys
-    that are chosen by a number (``select_n``, ``dynamic_index_in_dim``) and used beside it.
-
-    Args:
-        f: a function of positional trees of tensors, as `trace` takes it.
-
-    Raises:
-        ValueError: (when called) a key is used twice, with both lines; all are listed.
-        TypeError: `f` is itself made by `functron.partition`, `capture` or `intervene`.
-    """
-    name = getattr(f, "__name__", type(f).__name__)
-    if isinstance(f, MappedFunction) and type(f) is not MappedFunction:
-        got = f"a {type(f).__name__}, which keeps what it made of the function, without keys"
-        fix = "give check_key_reuse the function that partition, capture or intervene was given"
-        refuse("check_key_reuse", name, got, "the function itself", fix, TypeError)
-
-    @public
-    def checked(*args: tree.Tree) -> None:
-        with watching_keys(_record_use):
-            program = _trace_ranks(f, args)
-        uses = _KeyUses()
-        uses.read(program)
-        fix = "first, second = ft.random.split(key), or fold_in(key, i) for each i"
-        raise_problems(
-            f"{name} uses random keys more than once",
-            [
-                Problem(f"the key of {where}", got, "one use of every key", fix)
-                for where, got in dict(uses.problems()).items()
-            ],
-        )
-
-    return checked
-
-
-_LIBRARY = torch.library.Library("functron", "FRAGMENT")
-_LIBRARY.define("use_key(Tensor key, Tensor[] index, str sampler, int[] shape) -> ()")
-_LIBRARY.impl("use_key", lambda *args: None, "CompositeExplicitAutograd")
-_LIBRARY.impl("use_key", lambda *args: None, "Meta")
-
-
-def _record_use(sampler: str, key: torch.Tensor, shape: Sequence[int], index: Any) -> None:
-    recorder = active()
-    if recorder is None or keeper() is not None or phase() != "forward":
-        return  # backward repeats draws of forward
-    places = [at for at in index or () if at is not None]
-    with compat.no_transforms():
-        plain = [compat.plain(value) for value in (key, *places)]
-        op = torch.ops.functron.use_key.default
-        recorder.effect(op, plain[0], plain[1:], sampler, [*shape])
-
-
-@dataclass(frozen=True, eq=False)
-class _Loop:
-    """A loop of several iterations, of `length` if that is known."""
-
-    name: str
-    length: int | None
-
-
-@dataclass(frozen=True)
-class _Branch:
-    """One of the branches of an equation, of which one runs."""
-
-    switch: Equation
-    number: int
-
-
-_Around = tuple[_Loop | _Branch, ...]
-"""The loops and branches around an equation, outermost first."""
-
-
-@dataclass(frozen=True)
-class _KeyUse:
-    """A use of a key.
-
-    Attributes:
-        key: its number, and those of the values that it is a part of.
-        how: the sampler and the shape; positions, by number.
-        moving: the loops in whose iterations it differs.
-        around: it.
-    """
-
-    key: tuple[int, ...]
-    how: tuple[str, tuple[int, ...]]
-    places: tuple[int, ...]
-    moving: frozenset[_Loop]
-    around: _Around
-    where: Where
-
-    def excludes(self, other: _KeyUse) -> bool:
-        """Whether they are in two branches of which one runs."""
-        here = {each.switch: each.number for each in self.around if isinstance(each, _Branch)}
-        there = (each for each in other.around if isinstance(each, _Branch))
-        return any(here.get(each.switch, each.number) != each.number for each in there)
-
-    @property
-    def text(self) -> str:
-        """``normal at file.py:3``."""
-        scopes = f" in {'/'.join(self.where.scopes)}" if self.where.scopes else ""
-        return f"{self.how[0]} at {_line_of(self.where)}{scopes}"
-
-
-class _KeyUses:
-    """Finds the uses of keys in a program; numbers its values, alike for what is made alike."""
-
-    def __init__(self):
-        self.uses: list[_KeyUse] = []
-        self._numbers: dict[Any, int] = {}
-        self._moving: dict[int, frozenset[_Loop]] = {}
-        self._whole: dict[int, int] = {}  # by part, the value that it is a part of
-
-    def read(self, program: Program) -> None:
-        """Find the uses of a program."""
-        environment = {given.var: self._read_input(given) for given in program.inputs}
-        self._read_block(program.block, environment, (), keep=True)
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Each place where a key is used again, and how."""
-        for use in self.uses:
-            for loop in use.around if use.how[0] != "split" else ():
-                if isinstance(loop, _Loop) and loop not in use.moving:
-                    each = f"each of the {loop.length} iterations of scan"
-                    each = "each iteration of loop" if loop.length is None else each
-                    yield use.text, f"used in {each} {word(loop.name)}"
-        for one, two in itertools.combinations(self.uses, 2):
-            again = one.key[0] in two.key or two.key[0] in one.key
-            # the same keys are made by the same split: those who draw with them tell
-            apart = one.places != two.places or one.how[0] == "split"
-            if again and not (one.how == two.how and apart) and not one.excludes(two):
-                yield two.text, f"used before, by {one.text}"
-
-    def _number(
-        self, made: Any, moving: frozenset[_Loop] = frozenset(), whole: int | None = None
-    ) -> int:
-        number = self._numbers.setdefault(made, len(self._numbers))
-        self._moving.setdefault(number, moving)
-        if whole is not None:
-            self._whole.setdefault(number, whole)
-        return number
-
-    def _read_input(self, given: Input) -> int:
-        value = given.value
-        if value is not None and value.numel() <= 16 and not isinstance(value, FakeTensor):
-            return self._number(("constant", value.dtype, (*value.shape,), str(value.tolist())))
-        return self._number(given.var)
-
-    def _read_block(
-        self, block: Block, numbers: dict[Var, int], around: _Around, *, keep: bool
-    ) -> list[Any]:
-        """The numbers of a block's outputs; `numbers` has those of its inputs."""
-        for equation in block.equations:
-            if equation.name == "switch":
-                self._read_switch(equation, numbers, around, keep)
-            elif hasattr(equation.op, "body"):
-                self._read_loop(equation, numbers, around, keep)
-            elif equation.name == "use_key":
-                if keep:
-                    self.uses.append(self._read_use(equation, numbers, around))
-            else:
-                self._read_equation(equation, numbers)
-        return [numbers[v] if isinstance(v, Var) else ("value", repr(v)) for v in block.outputs]
-
-    def _read_use(self, equation: Equation, numbers, around: _Around) -> _KeyUse:
-        key, index, sampler, shape = equation.args
-        chain, places = [numbers[key]], tuple(numbers[at] for at in index)
-        while chain[-1] in self._whole:
-            chain.append(self._whole[chain[-1]])
-        moving = frozenset().union(*(self._moving[x] for x in (chain[0], *places)))
-        how = sampler, tuple(shape)
-        return _KeyUse(tuple(chain), how, places, moving, around, equation.where)
-
-    def _read_equation(self, equation: Equation, numbers: dict[Var, int]) -> None:
-        given = list(dict.fromkeys(numbers[v] for v in equation.operands))
-        moving = frozenset().union(*(self._moving[x] for x in given))
-        results = equation.results
-        if equation.name in _SAME and len(results) == 1 and given:
-            operand = equation.operands[0]
-            if (results[0].shape, results[0].dtype) == (operand.shape, operand.dtype):
-                numbers[results[0]] = numbers[operand]
-                return
-        made = (str(equation.op), _freeze(equation.args, numbers),
-                _freeze(sorted(equation.kwargs.items()), numbers))  # fmt: skip
-        part = equation.name in ("select", "slice", "unbind")
-        for position, value in enumerate(equation.outputs):
-            if value is None:
-                continue
-            name = (*made, position)
-            if equation.name in ("select", "unbind"):
-                name = _name_row(equation, position, given[0])
-            numbers[value] = self._number(name, moving, given[0] if part else None)
-
-    def _read_switch(self, equation: Equation, numbers, around: _Around, keep: bool) -> None:
-        """Branches, of which one runs: their uses do not meet."""
-        given = [numbers[v] for v in equation.args]
-        op: Any = equation.op
-        for index, block in enumerate(op.blocks):
-            inner = dict(zip(block.inputs, given[1:], strict=True))
-            self._read_block(block, inner, (*around, _Branch(equation, index)), keep=keep)
-        self._number_results(equation, numbers, equation, {})
-
-    def _read_loop(self, equation: Equation, numbers, around: _Around, keep: bool) -> None:
-        op: Any = equation.op
-        given = [numbers[v] for v in equation.args]
-        length = getattr(op, "length", None)  # not known of one that runs while something holds
-        num_carry = getattr(op, "num_carry", len(given) - op.num_consts)
-        loop = _Loop(op.name, length)
-        inside = around if length == 1 else (*around, loop)
-        turns = frozenset() if length == 1 else frozenset([loop])
-        stays = [True] * num_carry  # carries that the body returns as they are
-
-        def enter() -> list[int]:
-            found = []
-            for position, (outer, operand) in enumerate(zip(given, equation.args, strict=True)):
-                carry, moving = position - op.num_consts, self._moving[outer]
-                if carry < 0 or (carry < num_carry and stays[carry]):
-                    found.append(outer)
-                elif carry < num_carry:
-                    found.append(self._number((loop, "carry", carry), moving | turns))
-                else:
-                    same = operand.stride[0] == 0  # the same row again and again
-                    moving = moving if same else moving | turns
-                    found.append(self._number((loop, "x", outer), moving, outer))
-            return found
-
-        while True:
-            entered = enter()
-            inner = dict(zip(op.body.inputs, entered, strict=True))
-            outputs = self._read_block(op.body, dict(inner), inside, keep=False)
-            carries = entered[op.num_consts :][:num_carry]
-            still = [s and a == b for s, a, b in zip(stays, carries, outputs, strict=False)]
-            if still == stays:
-                break
-            stays = still
-        for block in getattr(op, "blocks", (op.body,)):
-            inner = dict(zip(block.inputs, entered, strict=True))
-            self._read_block(block, inner, inside, keep=keep)
-        kept = {i: carry for i, carry in enumerate(carries) if stays[i]}
-        self._number_results(equation, numbers, loop, kept)
-
-    def _number_results(
-        self, equation: Equation, numbers, of: Any, known: Mapping[int, int]
-    ) -> None:
-        moving = frozenset().union(*(self._moving[numbers[v]] for v in equation.args))
-        for position, value in enumerate(equation.outputs):
-            if value is not None:
-                made = self._number((of, "result", position), moving)
-                numbers[value] = known.get(position, made)
-
-
-_SAME = frozenset(
-    {
-        "alias", "detach", "clone", "lift_fresh", "lift_fresh_copy", "_to_copy", "view", "reshape",
-        "expand", "contiguous", "barrier", "vary", "assume_replicated", "require_replicated",
-        "assume_share", "require_share",
-    }
-)  # fmt: skip
-"""Operations that return the numbers of their first operand, where the shape stays."""
-
-
-def _freeze(value: Any, numbers: Mapping[Var, int]) -> Any:
-    """A hashable description of an argument."""
-    if isinstance(value, Var):
-        return ("%", numbers[value])
-    if isinstance(value, list | tuple):
-        return tuple(_freeze(item, numbers) for item in value)
-    return type(value).__name__, repr(value)
-
-
-def _name_row(equation: Equation, position: int, whole: int) -> tuple:
-    """The name of one row of a value, however it is taken."""
-    x, *rest = equation.args
-    dim = (rest[0] if rest else equation.kwargs.get("dim", 0)) % len(x.shape)
-    index = rest[1] % x.shape[dim] if equation.name == "select" else position
-    return ("row", whole, dim, index)
 
 
 # --- derivatives

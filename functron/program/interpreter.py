@@ -36,7 +36,7 @@ from functron.program.callbacks import (
     repeat_effect,
     run_effect,
 )
-from functron.program.check import refuse_divided
+from functron.program.check import check, refuse_divided
 from functron.program.equations import (
     Block,
     Code,
@@ -152,13 +152,15 @@ def run_in_lockstep(program: Code, *args: tree.Tree) -> tree.Tree:
 
     Raises:
         ValueError: the arguments differ from what was traced in structure, shape or dtype, or they
-            or what the program closes over are differentiated; or a collective is in a branch or
-            loop that some of its ranks never reach.
+            or what the program closes over are differentiated; or the program is not correct by
+            `functron.program.check`, as in simulation (but for what was mapped with
+            ``check=False``).
     """
     leaves = program.flatten(args)
     refuse_orphans(program.name, leaves.values())
     refuse_derivatives(program, leaves)
     refuse_divided(program)
+    check(program)
     mesh = program.mesh
     values = {given.var: _values_of_ranks(program, given, leaves) for given in program.inputs}
     with torch.no_grad(), bind([], absent=mesh.axis_names):

@@ -119,6 +119,11 @@ class TextLine:
             return tuple(self._read_sequence(lookup, r"\)"))
         if self.match(r"P\("):
             return self._make_spec(self._read_sequence(lookup, r"\)"))
+        if self.match(r"complex\("):
+            parts = self._read_sequence(lookup, r"\)")
+            if [type(part) for part in parts] != [float, float]:
+                self.fail("complex(REAL, IMAGINARY), of two floats", got=repr(parts))
+            return complex(*parts)
         if self.match(r"opaque\("):
             text = self.take(rf"{_STRING}\)", "opaque('...')")
             return Opaque(self._literal(text[1]))

@@ -679,7 +679,8 @@ class Recorder(TorchDispatchMode):
         the derivative stays that of the old value.
         """
         stops = self._stops_gradients()
-        if not new.is_floating_point() or not (stops or id(target) in self._detached):
+        moves = new.is_floating_point() or new.is_complex()
+        if not moves or not (stops or id(target) in self._detached):
             return new
         if id(base) not in self._detached:
             return self._record_call(keeper().overwritten, (base, new), {})

@@ -172,6 +172,8 @@ def value_text(value: Any) -> str:
         return repr(str(value))
     if value is None or isinstance(value, (Var, P)) or type(value) in (bool, int, float):
         return repr(value)
+    if type(value) is complex:  # Python's own notation loses the signs of zeros
+        return f"complex({value.real!r}, {value.imag!r})"
     if isinstance(value, Opaque):
         return f"opaque({value.text!r})"
     without_address = re.sub(r" at 0x[0-9a-f]+", "", repr(value))

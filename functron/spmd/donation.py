@@ -21,6 +21,11 @@ Some functions of torch ask no subclass, so that they cannot raise: `torch.tenso
 `torch.Tensor` and `torch.utils.dlpack.to_dlpack` make an empty tensor of one that is gone, and
 `torch.as_tensor` and `torch.asarray` return it as it is. Copies by ``clone()`` raise.
 
+Other tensors that show the memory of what is donated, as those do of which it is a view, are
+overwritten with it, and nothing tells: donate clones of views. Arguments of one call that share
+memory are refused, and results of `functron.lax` and `functron.scan` are no views of operands: they
+have memory of their own, or are an operand, which is gone as well.
+
 Within `snapshot_donated` programs are given copies, and what was donated is whole again wherever a
 call does not finish.
 

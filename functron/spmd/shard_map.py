@@ -123,7 +123,7 @@ def _check_on_first(mesh: BoundMesh, check: Callable[[], Exception | None]) -> E
 
 def _call_at_boundary(primitive: type, axes: Sequence, value: Any, spec: P | None) -> Any:
     tracked = isinstance(value, torch.Tensor) and (value.requires_grad or compat.is_wrapped(value))
-    if spec is not None and tracked and value.is_floating_point():
+    if spec is not None and tracked and tree.is_inexact(value):
         return call_unmentioned(primitive, value, spec_axes(spec), axes)
     return value
 

@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 import torch
 
 from functron.core import compat, tree
+from functron.core.closure import copy_views, note_writes
 from functron.core.errors import Problem, public, raise_problems, refuse, tensor_problem
+from functron.program.recorder import active
 from functron.spmd.axes import Axis, lookup, user_line
 from functron.spmd.collectives import pbroadcast, ppermute
 
@@ -70,7 +72,10 @@ def associative_scan(
 
     def combine(before: Leaves, after: Leaves) -> Leaves:
         one, two = tree.unflatten(structure, before), tree.unflatten(structure, after)
-        return _check_result(one, fn(one, two))
+        check_writes = note_writes("associative_scan: fn", before, after)
+        made = fn(one, two)
+        check_writes()
+        return _check_result(one, made)
 
     total = scanned = leaves
     if dim is not None:
@@ -91,7 +96,8 @@ def associative_scan(
             total = pbroadcast(total, one.name, 0 if reverse else one.size - 1)
     if dim is not None and reverse:
         scanned = [x.flip(dim) for x in scanned]
-    return tree.unflatten(structure, scanned)
+    out = tree.unflatten(structure, scanned)
+    return copy_views(out, elems) if active() is None else out
 
 
 def _scan_dim(combine: Combine, elems: Leaves, dim: int) -> Leaves:

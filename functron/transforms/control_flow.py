@@ -26,7 +26,14 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
-from functron.core.closure import find_tensors, hoist, refuse_holders, refuse_orphans
+from functron.core.closure import (
+    copy_views,
+    find_tensors,
+    hoist,
+    note_writes,
+    refuse_holders,
+    refuse_orphans,
+)
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.scopes import in_scopes, scope_names
 from functron.program.callbacks import effects_where
@@ -279,7 +286,9 @@ def _map_rows(f: Callable, xs: tree.Tree) -> tree.Tree:
         return tuple(flat)
 
     run: Any = torch.func.vmap(row)
+    check_writes = note_writes("map: f", leaves, f)
     out = run(*leaves)
+    check_writes()
     return tree.unflatten(made, out)
 
 
@@ -370,7 +379,11 @@ def _name_branch(what: str, label: str, f: Callable) -> Callable:
 
 
 def _run_branch(what: str, label: str, f: Callable, operands: tuple) -> tree.Tree:
-    return _as_tensors(what, label, f(*operands), tree.leaves(operands))
+    check_writes = note_writes(f"{what}: {label}", operands, f)
+    out = f(*operands)
+    check_writes()
+    out = _as_tensors(what, label, out, tree.leaves(operands))
+    return copy_views(out, operands) if active() is None else out
 
 
 def _run_all(
@@ -429,12 +442,19 @@ def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) ->
     _refuse_orphans(what, functions, init)
 
     def holds(carry: tree.Tree) -> bool | torch.Tensor:
-        return _read_predicate(what, "cond_fun", cond_fun(carry), numbers=False)
+        check_writes = note_writes(f"{what}: cond_fun", carry)
+        found = cond_fun(carry)
+        check_writes()
+        return _read_predicate(what, "cond_fun", found, numbers=False)
 
     @functools.wraps(body_fun)
     def advance(carry: tree.Tree) -> tree.Tree:
-        return _fit_carry(what, carry, body_fun(carry))
+        check_writes = note_writes(f"{what}: body_fun", carry)
+        after = body_fun(carry)
+        check_writes()
+        return _fit_carry(what, carry, after)
 
+    check_closed = note_writes(what, cond_fun, body_fun)
     by = f"the predicate of lax.{what} at {user_line()}"
     look = lambda: _run_fake_loop(by, holds, advance, tree.map(make_fake, init))  # noqa: E731
     if (recorder := active()) is not None:
@@ -451,7 +471,8 @@ def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) ->
         last = _run_loop(by, holds, advance, init, varying)
         if compat.pushing_forward():
             last = derive_alike(last, functions, init)
-    return _refuse_reverse(what, last)
+    check_closed()
+    return _refuse_reverse(what, copy_views(last, init) if recorder is None else last)
 
 
 def _run_loop(

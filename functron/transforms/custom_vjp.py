@@ -10,9 +10,10 @@ those of every step.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,12 @@ import torch
 from functron.core import compat, tree
 from functron.core.closure import refuse_holders
 from functron.core.errors import public, refuse
-from functron.core.scopes import in_phase
+from functron.core.scopes import in_phase, set_during
 from functron.program.recorder import keeper
 from functron.spmd.axes import user_line
 from functron.transforms.capture import unwatched
 from functron.transforms.gradient import replace_at, rule_vjp
+from functron.transforms.linearity import LinearityCheck, key_of, name_rule
 from functron.transforms.remat import (
     CallSite,
     LevelFunction,
@@ -47,6 +49,16 @@ from functron.transforms.rule_arguments import (
 
 _Tensors = Sequence[torch.Tensor]
 
+_seen: contextvars.ContextVar[list | None] = contextvars.ContextVar("functron_rules", default=None)
+
+
+@contextlib.contextmanager
+def finding_rules() -> Iterator[list[Callable]]:
+    """The functions with a derivative of their own that are differentiated in this with block."""
+    found: list[Callable] = []
+    with set_during(_seen, found):
+        yield found
+
 
 @public
 def custom_vjp(
@@ -61,10 +73,11 @@ def custom_vjp(
 
     ``forward(*args)`` returns ``(f(*args), residuals)`` with any tree of residuals, and
     ``backward(residuals, cotangents)`` returns one tree of cotangents per argument, with None for
-    an argument or leaf that is not floating point or does not matter. All three are per-rank
-    programs: every collective of `functron.lax` may be used in each. `backward` gets every rank's
-    own cotangent of a replicated output (their sum is its cotangent), must be linear in
-    cotangents, and returns every rank's own share, as `functron.grad` does.
+    an argument or leaf that is neither floating point nor complex, or does not matter. All three
+    are per-rank programs: every collective of `functron.lax` may be used in each. `backward` gets
+    every rank's own cotangent of a replicated output (their sum is its cotangent), must be linear
+    in cotangents, and returns every rank's own share, as `functron.grad` does. Cotangents of
+    complex values are torch's (`functron.vjp`).
 
     Only arguments and residuals are kept between forward and backward. Residuals that are arguments
     or outputs cost nothing more. Where nothing is differentiated `f` itself runs.
@@ -102,8 +115,8 @@ def custom_vjp(
     Raises:
         ValueError: a function closes over a tensor that is being differentiated (make it an
             argument), or one at `nondiff_argnums` is; `backward` returned another number of
-            cotangents than there are arguments; `jvp` no pair of trees alike; a call before
-            ``defvjp``.
+            cotangents than there are arguments, or is not linear in them, in forward mode without
+            `jvp`; `jvp` no pair of trees alike; a call before ``defvjp``.
         TypeError: a leaf of `forward`'s output is no tensor, or a rule is no function.
     """
     positions = find_positions("custom_vjp", f, nondiff_argnums)
@@ -136,7 +149,9 @@ def _bind_vjp(
         site, operands = CallSite.of(functions, args)
         if not will_be_differentiated(operands[site.num_tokens :]):
             return f(*args)
-        rule = _Rule(word, site, operands, jvp is not None)
+        if (seen := _seen.get()) is not None:
+            seen.append(f)
+        rule = _Rule(word, site, operands, (forward, backward), jvp is not None)
         made: Any = _CustomVjp.apply(_Level.of(rule), *operands)
         return tree.unflatten(rule.out_structure, made[: rule.num_outputs])
 
@@ -194,10 +209,11 @@ def custom_jvp(
     """The function that computes `f` and is differentiated by its rule of forward mode, `jvp`.
 
     ``jvp(args, tangents)`` returns ``(f(*args), tangent)``, both trees alike; `args` and `tangents`
-    are tuples with one tree per argument, with None in `tangents` for leaves that are not floating
-    point. It must be linear in tangents: reverse mode is its transpose, taken in backward of the
-    arguments, which alone are kept. It is a per-rank program, as `f` is: `functron.lax` may be used
-    in both. Derivatives of derivatives differentiate the operations of `jvp`.
+    are tuples with one tree per argument, with None in `tangents` for leaves that are neither
+    floating point nor complex. It must be linear in tangents: reverse mode is its transpose, taken
+    in backward of the arguments, which alone are kept; a rule that is not linear is refused there.
+    It is a per-rank program, as `f` is: `functron.lax` may be used in both. Derivatives of
+    derivatives differentiate the operations of `jvp`.
 
     >>> def rule(args, tangents):
     ...     (x,), (t,) = args, tangents
@@ -227,8 +243,8 @@ def custom_jvp(
 
     Raises:
         ValueError: `jvp` closes over a tensor that is being differentiated (make it an argument),
-            or one at `nondiff_argnums` is; it returned no pair of trees alike; a call before
-            ``defjvp``.
+            or one at `nondiff_argnums` is; it returned no pair of trees alike, or, in reverse mode,
+            is not linear in tangents; a call before ``defjvp``.
         TypeError: a leaf of `f`'s result is no tensor, a rule is no function, or ``defjvps`` is
             called with `nondiff_argnums`.
     """
@@ -278,13 +294,25 @@ def _bind_jvp(f: Callable, jvp: Callable) -> Callable:
         return f(*args), args
 
     def backward(args, cotangents):
-        zeros = tree.map(lambda x: torch.zeros_like(x) if tree.is_float(x) else None, args)
+        zeros = tree.map(lambda x: torch.zeros_like(x) if tree.is_inexact(x) else None, args)
 
         def linear(tangents):
             made = jvp(args, tangents)
-            return tree.unflatten(tree.structure(made[0]), _check_pushed(made))
+            moved = tree.unflatten(tree.structure(made[0]), _check_pushed(made))
+            check.note(moved)
+            return moved
 
-        return rule_vjp(linear, zeros)[1](cotangents)[0]
+        floats = [x for x in tree.leaves(zeros) if isinstance(x, torch.Tensor)]
+        check = LinearityCheck(
+            f"custom_jvp, differentiated in reverse: the tangent by the rule {name_rule(jvp)}",
+            "compute what multiplies tangents from args alone, or take custom_vjp, whose backward "
+            "is given",
+            floats,
+        )
+        with check.following(key_of(jvp, args)) as finish:
+            moved = rule_vjp(linear, zeros)[1](cotangents)[0]
+            finish(moved)
+        return moved
 
     return _bind_vjp("custom_jvp", f, forward, backward, jvp)
 
@@ -304,16 +332,33 @@ class _Rule:
         out_structure: of the outputs.
     """
 
-    def __init__(self, word: str, site: CallSite, operands: _Tensors, has_jvp: bool):
+    def __init__(
+        self,
+        word: str,
+        site: CallSite,
+        operands: _Tensors,
+        functions: tuple[Callable, ...],
+        has_jvp: bool,
+    ):
         self.word, self.site, self.has_jvp = word, site, has_jvp
+        self._functions = functions
         first = site.first_argument
         self.line = user_line() if first > site.num_tokens else ""
-        self.moving = [i for i, x in enumerate(operands) if i >= first and x.is_floating_point()]
+        self.moving = [i for i, x in enumerate(operands) if i >= first and tree.is_inexact(x)]
         self.num_outputs = 0
         self.floats: list[int] = []
         self.out_structure: Any = None
         self._kept_structure: Any = None
         self._recipe: list[tuple[str, Any]] = []
+
+    @property
+    def name(self) -> str:
+        """That of backward, with its place."""
+        return name_rule(self._functions[1])
+
+    def key(self, operands: _Tensors) -> Hashable:
+        """A key for forward and backward of such operands."""
+        return key_of(self._functions, self.site.arguments.leaves, operands)
 
     @property
     def read(self) -> set[int]:
@@ -332,7 +377,7 @@ class _Rule:
                     "its output; wanted a tree of tensors; fix: return what is static outside"
                 )
         self.num_outputs = len(outputs)
-        self.floats = [i for i, leaf in enumerate(outputs) if leaf.is_floating_point()]
+        self.floats = [i for i, leaf in enumerate(outputs) if tree.is_inexact(leaf)]
         kept, self._kept_structure = tree.flatten(residuals)
         made = list(outputs)
         self._recipe = [_source(leaf, operands, made) for leaf in kept]
@@ -378,9 +423,9 @@ def _check_pushed(made: Any) -> list:
     outputs = tree.leaves(made[0])
     moved = tree.same_structure(made[0], made[1], names=("the result", "the rule's tangent"))
     for i, (path, x, tangent) in enumerate(zip(tree.paths(made[0]), outputs, moved, strict=True)):
-        if tangent is None and tree.is_float(x):
+        if tangent is None and tree.is_inexact(x):
             moved[i] = torch.zeros_like(x)
-        elif tree.is_float(x) and not _is_like(tangent, x):
+        elif tree.is_inexact(x) and not _is_like(tangent, x):
             got: Any = tangent
             if isinstance(tangent, torch.Tensor):
                 got = f"{tuple(tangent.shape)} {tangent.dtype}"
@@ -593,9 +638,23 @@ def _transpose(
     ]
     if not zeros:
         return []
-    transpose: Any = torch.func.vjp(pulled, *zeros)[1]
-    with in_phase("forward"):
-        return transpose(tuple(tangents), retain_graph=outer, create_graph=outer)
+    check = LinearityCheck(
+        f"custom_vjp, differentiated in forward mode: backward, {level.rule.name}",
+        "give custom_vjp a rule of forward mode, jvp=",
+        zeros,
+    )
+
+    def noted(*cotangents):
+        found = pulled(*cotangents)
+        check.note(found)
+        return found
+
+    with check.following(level.rule.key(operands)) as finish:
+        transpose: Any = torch.func.vjp(noted, *zeros)[1]
+        with in_phase("forward"):
+            moved = transpose(tuple(tangents), retain_graph=outer, create_graph=outer)
+        finish(moved)
+    return moved
 
 
 @dataclass(frozen=True, eq=False)

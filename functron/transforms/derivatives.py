@@ -24,7 +24,7 @@ from functron.program.recorder import keeper, keeping
 from functron.spmd.axes import TracedAxis, scope, user_line
 from functron.spmd.simulate import as_share, lacks_share, varying_axes
 from functron.transforms.capture import Relay, unwatched
-from functron.transforms.custom_vjp import custom_vjp
+from functron.transforms.custom_vjp import custom_vjp, finding_rules
 from functron.transforms.gradient import (
     IrreversibleError,
     TensorSlots,
@@ -55,7 +55,7 @@ class _Flat:
     def __init__(self, f: Callable, primals: tuple, has_aux: bool):
         self._f, self._has_aux = f, has_aux
         self._leaves, self.structure = tree.flatten(primals)
-        self._places = [i for i, leaf in enumerate(self._leaves) if tree.is_float(leaf)]
+        self._places = [i for i, leaf in enumerate(self._leaves) if tree.is_inexact(leaf)]
         self.moving = [self._leaves[i] for i in self._places]
         self.outside = self._aux = TensorSlots(self.structure, [], [])
         self.are_floats: list[bool] = []
@@ -66,9 +66,9 @@ class _Flat:
         value, aux = made if self._has_aux else (made, None)
         outputs, self.outside = split_output(value)
         others, self._aux = split_output(aux)
-        self.are_floats = list(map(tree.is_float, outputs))
+        self.are_floats = list(map(tree.is_inexact, outputs))
         floats = tuple(itertools.compress(outputs, self.are_floats))
-        return floats, [x for x in outputs if not tree.is_float(x)] + others
+        return floats, [x for x in outputs if not tree.is_inexact(x)] + others
 
     def results(self, floats: Sequence, others: Sequence) -> tuple[tree.Tree, tree.Tree]:
         """The trees of results and of auxiliary values."""
@@ -89,7 +89,7 @@ class _Flat:
             ValueError: they have another structure, shape or dtype.
         """
         paths = tree.paths(tree.unflatten(self.structure, self._leaves))
-        nones = [x if tree.is_float(x) else None for x in self._leaves]
+        nones = [x if tree.is_inexact(x) else None for x in self._leaves]
         wanted = tree.unflatten(self.structure, nones)
         self._refuse_still(tangents, name)
         given = tree.same_structure(wanted, tangents, names=("the primals", "the tangents"))
@@ -205,7 +205,10 @@ def _push(flat: _Flat, tangents: Sequence) -> tuple[tuple, tuple, list]:
         floats, others = flat()
         return floats, tuple(map(torch.zeros_like, floats)), others
     made: Any = torch.func.jvp(flat, tuple(flat.moving), tuple(tangents), has_aux=True)
-    return made
+    floats, moved, others = made
+    # torch's tangents of a real tensor times a complex number are wider than the product
+    moved = tuple(t.to(x.dtype) for x, t in zip(floats, moved, strict=True))
+    return floats, moved, others
 
 
 @public
@@ -226,8 +229,8 @@ def jvp(f: Callable, primals: tuple, tangents: tuple, *, has_aux: bool = False) 
         f: returns a tree; with `has_aux`, ``(tree, anything)``.
         primals: a tuple with a tree for each argument. Python's floats with a tangent are 0-dim
             tensors of torch's default dtype for `f`.
-        tangents: trees like them, with None in place of leaves that are not floating point, and
-            floats for 0-dim ones.
+        tangents: trees like them, with None in place of leaves that are neither floating point nor
+            complex, and floats for 0-dim ones.
         has_aux: whether `f` returns auxiliary values as well, which have no tangent.
 
     Returns:
@@ -260,9 +263,10 @@ def linearize(f: Callable, *primals: tree.Tree, has_aux: bool = False) -> tuple:
     """``f(*primals)`` and its derivative there, a linear function of tangents.
 
     `f` runs once: what is computed of tangents is the transpose of its backward, which keeps what
-    `f` computed for as long as the function lives (`remat` and `custom_vjp` compute theirs again).
-    With a `functron.lax.while_loop` in `f`, which has no backward, `f` runs again with each tangent
-    as of `jvp`: its linear part is that loop, as in JAX.
+    `f` computed for as long as the function lives (`remat` computes its own again). With a
+    `functron.lax.while_loop` in `f`, which has no backward, `f` runs again with each tangent as of
+    `jvp`: its linear part is that loop, as in JAX; so it does where `f` has a `custom_vjp` or
+    `custom_jvp` in it.
     For one tangent `jvp` is cheaper; in a per-rank program that is traced it is what runs, and
     compilers merge what is equal.
 
@@ -310,10 +314,13 @@ def _linear(flat: _Flat) -> tuple[tuple, list, Callable[[tuple, bool], Sequence]
     traced = any(isinstance(axis, TracedAxis) for axis in scope().axes.values())
     if traced or not flat.moving:  # a program's check goes by what its operations are
         return *flat(*flat.moving), lambda given, again: _push(flat, given)[1]
-    made: Any = torch.func.vjp(flat, *flat.moving, has_aux=True)
+    with finding_rules() as rules:
+        made: Any = torch.func.vjp(flat, *flat.moving, has_aux=True)
     floats, pull, others = made
     if not floats:
         return floats, others, lambda given, again: ()
+    if rules:  # of which the transpose of backward may be another derivative than that of jvp
+        return floats, others, lambda given, again: _push(flat, given)[1]
     zeros = [torch.zeros_like(x) for x in floats]
     try:
         with in_phase("backward"):
@@ -378,6 +385,19 @@ def _refuse_integers(name: str, flat: _Flat) -> None:
         ],
         TypeError,
     )
+
+
+def _refuse_complex(results: Sequence[torch.Tensor]) -> None:
+    """Raise TypeError for complex results, of which a row would be the real part's alone."""
+    raise_problems(
+        "jacrev cannot differentiate these results",
+        [
+            Problem(f"result {i}", str(x.dtype), "a floating-point tensor",
+                    "return torch.view_as_real(z), or take jacfwd")
+            for i, x in enumerate(results) if x.is_complex()
+        ],
+        TypeError,
+    )  # fmt: skip
 
 
 def is_none(leaf: Any) -> bool:
@@ -539,6 +559,7 @@ def jacrev(
             made: Any = torch.func.vjp(flat, *flat.moving, has_aux=True)
             floats, pull, others = made
             _refuse_integers("jacrev", flat)
+            _refuse_complex(floats)
             for x in floats:
                 check_replicated("jacrev", "a result", x, axes)
             seeds = [

@@ -168,11 +168,14 @@ def vjp(f: Callable, *primals: tree.Tree, has_aux: bool = False) -> tuple:
     >>> out, pullback(torch.tensor(1.0))
     (tensor(8.), (tensor(12.),))
 
-    With `has_aux`, `f` returns ``(tree, anything)``, of which the second has no derivative.
+    With `has_aux`, `f` returns ``(tree, anything)``, of which the second has no derivative. Complex
+    tensors have cotangents as in torch: those of the real part plus i times those of the imaginary
+    one, so that ``z -> a * z`` takes the cotangent c to ``conj(a) * c``, where JAX has ``a * c``.
 
     Returns:
         ``(out, pullback)``, or ``(out, pullback, aux)``; ``pullback(cotangent)`` is a tuple with
-        one tree per primal, holding None in place of tensors that are not floating point.
+        one tree per primal, holding None in place of tensors that are neither floating point nor
+        complex.
 
     Raises:
         TypeError: a primal or result has an object with tensors, such as an unregistered dataclass.
@@ -194,9 +197,9 @@ def rule_vjp(f: Callable, *primals: tree.Tree) -> tuple[tree.Tree, Callable]:
 
 def _pull_back(f: Callable, primals: tuple, has_aux: bool) -> tuple[tree.Tree, Callable, tree.Tree]:
     leaves, structure = tree.flatten(primals)
-    moving = [i for i, leaf in enumerate(leaves) if tree.is_float(leaf)]
+    moving = [i for i, leaf in enumerate(leaves) if tree.is_inexact(leaf)]
     outside = rest = TensorSlots(structure, [], [])
-    is_float: list[bool] = []
+    moves: list[bool] = []
 
     def flat(*values):
         nonlocal outside, rest
@@ -204,18 +207,18 @@ def _pull_back(f: Callable, primals: tuple, has_aux: bool) -> tuple[tree.Tree, C
         made, aux = made if has_aux else (made, None)
         outputs, outside = split_output(made)
         others, rest = split_output(aux)
-        is_float[:] = map(tree.is_float, outputs)
-        floats = tuple(value for value in outputs if tree.is_float(value))
-        return floats, [value for value in outputs if not tree.is_float(value)] + others
+        moves[:] = map(tree.is_inexact, outputs)
+        moved = tuple(value for value in outputs if tree.is_inexact(value))
+        return moved, [value for value in outputs if not tree.is_inexact(value)] + others
 
     outer = is_differentiated_outside(f, primals)
-    floats, others, pull = _pullback(flat, [leaves[i] for i in moving], outer)
-    pool = (iter(others), iter(floats))
-    outputs = [next(pool[moves]) for moves in is_float]
+    moved, others, pull = _pullback(flat, [leaves[i] for i in moving], outer)
+    pool = (iter(others), iter(moved))
+    outputs = [next(pool[one]) for one in moves]
 
     def pullback(cotangent: tree.Tree) -> tuple:
-        moved = pull(tuple(itertools.compress(outside.select(cotangent), is_float)))
-        return tree.unflatten(structure, replace_at([None] * len(leaves), moving, moved))
+        grads = pull(tuple(itertools.compress(outside.select(cotangent), moves)))
+        return tree.unflatten(structure, replace_at([None] * len(leaves), moving, grads))
 
     return outside.fill(outputs), pullback, rest.fill(pool[False])
 
@@ -233,7 +236,7 @@ def assume_shares(grads: tree.Tree) -> tree.Tree:
     >>> ft.shard_map(program, ft.Mesh(dp=2), P("dp"), P())(torch.tensor([1.0, 2.0]))
     tensor([3.])
     """
-    return tree.map(lambda leaf: as_share(leaf) if tree.is_float(leaf) else leaf, grads)
+    return tree.map(lambda leaf: as_share(leaf) if tree.is_inexact(leaf) else leaf, grads)
 
 
 @public

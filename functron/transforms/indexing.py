@@ -15,7 +15,9 @@ from typing import SupportsIndex
 import torch
 
 from functron.core import compat
+from functron.core.closure import copy_views
 from functron.core.errors import public, raise_problems, refuse, tensor_problem
+from functron.program.recorder import active
 from functron.spmd.axes import user_line
 
 RowIndex = torch.Tensor | int
@@ -47,9 +49,10 @@ def dynamic_slice(
     starts = _split_indices(name, operand, start_indices)
     sizes = [operator.index(size) for size in slice_sizes]
     _check_sizes(name, operand, sizes, "slice_sizes")
+    out = operand
     for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        operand = _read(operand, dim, start, size)
-    return operand
+        out = _read(out, dim, start, size)
+    return _copy_view(out, operand)
 
 
 @public
@@ -70,7 +73,8 @@ def dynamic_slice_in_dim(
     dim, sizes = _find_dim(name, operand, axis), list(operand.shape)
     sizes[dim] = operator.index(slice_size)
     _check_sizes(name, operand, sizes, "slice_size")
-    return _read(operand, dim, _check_index(name, "start_index", start_index), sizes[dim])
+    out = _read(operand, dim, _check_index(name, "start_index", start_index), sizes[dim])
+    return _copy_view(out, operand)
 
 
 @public
@@ -87,7 +91,7 @@ def dynamic_index_in_dim(
         TypeError: the index is no integer.
     """
     row = dynamic_slice_in_dim(operand, index, 1, axis)
-    return row if keepdims else row.squeeze(axis)
+    return row if keepdims else _copy_view(row.squeeze(axis), operand)
 
 
 @public
@@ -96,8 +100,8 @@ def dynamic_update_slice(
 ) -> torch.Tensor:
     """y = operand, with `update` in the place of the slice of its shape; see `dynamic_slice`.
 
-    A new tensor: `operand` stays. The cotangent of `operand` is 0 there, that of `update` is the
-    slice.
+    A new tensor, unless `update` has all of its shape: `operand` stays. The cotangent of `operand`
+    is 0 there, that of `update` is the slice.
 
     >>> lax.dynamic_update_slice(torch.zeros(2, 3), torch.ones(1, 2), (torch.tensor(1), 0))
     tensor([[0., 0., 0.],
@@ -169,6 +173,10 @@ def _rows(place: torch.Tensor, size: int) -> torch.Tensor:
     return place + torch.arange(size, device=place.device)
 
 
+def _copy_view(out: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+    return copy_views(out, operand) if active() is None else out
+
+
 def _read(x: torch.Tensor, dim: int, start: RowIndex, size: int) -> torch.Tensor:
     if size == x.shape[dim]:
         return x
@@ -194,7 +202,22 @@ def _write(
         update = _write(_take(x, dim, place, size), update, rest)
     if isinstance(place, int):
         return torch.slice_scatter(x, update, dim, place, place + size)
+    if compat.is_batched(place):  # derivatives of index_copy fill in place, which vmap refuses
+        return _write_rows(x, dim, place, update)
     return x.index_copy(dim, _rows(place, size), update)
+
+
+def _write_rows(
+    x: torch.Tensor, dim: int, place: torch.Tensor, update: torch.Tensor
+) -> torch.Tensor:
+    """x with `update` from `place` on, chosen row by row."""
+    room, size = x.shape[dim], update.shape[dim]
+    if not size:
+        return x
+    rows = torch.arange(room, device=x.device) - place
+    inside = (rows >= 0) & (rows < size)
+    inside = inside.view(*(room if each == dim else 1 for each in range(x.dim())))
+    return torch.where(inside, update.index_select(dim, rows.clamp(0, size - 1)), x)
 
 
 def _check_operand(name: str, operand: torch.Tensor, *update: torch.Tensor) -> None:

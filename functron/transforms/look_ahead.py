@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functron.core import compat, tree
-from functron.core.closure import closed_values, find_tensors, hoist
+from functron.core.closure import describe_call, find_tensors, hoist
 from functron.core.errors import Problem, raise_problems
 from functron.core.functions import Function
 from functron.program.recorder import not_recording
@@ -56,7 +54,7 @@ class _Probe:
     def __init__(self, run: Callable[[], tree.Tree], *given: Any):
         self.run: Any = run
         axes = tuple((name, axis and axis.size) for name, axis in scope().axes.items())
-        self._key = _describe(given, set()), axes, tuple(scope().uneven)
+        self._key = describe_call(given, _describe), axes, tuple(scope().uneven)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Probe) and self._key == other._key
@@ -65,45 +63,8 @@ class _Probe:
         return hash(self._key)
 
 
-def _describe(value: Any, seen: set[int]) -> Any:
-    """A key for code, what it closes over, and the shapes, dtypes and variation of operands."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, compat.is_batched(value), varying_axes(value)
-    if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
-        return type(value), value
-    if id(value) in seen:
-        return None
-    seen.add(id(value))
-    kind: Any = type(value)
-    if isinstance(value, types.FunctionType):
-        kind, parts = value.__code__, closed_values(value, code=True)
-    elif isinstance(value, functools.partial):
-        parts = value.func, value.args, value.keywords
-    elif isinstance(value, types.MethodType):
-        parts = value.__func__, value.__self__
-    elif tree.is_leaf(value):
-        return _Identity(value)
-    else:
-        parts, kind = tree.flatten(value)
-    return kind, *(_describe(part, seen) for part in parts)
-
-
-class _Identity:
-    """An object, equal to itself as long as it lives."""
-
-    def __init__(self, value: Any):
-        self.hash = id(value)
-        try:
-            self.find: Callable[[], Any] = weakref.ref(value)
-        except TypeError:
-            self.find = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        found = self.find()
-        return isinstance(other, _Identity) and found is not None and found is other.find()
-
-    def __hash__(self) -> int:
-        return self.hash
+def _describe(x: torch.Tensor) -> tuple:
+    return x.shape, x.dtype, compat.is_batched(x), varying_axes(x)
 
 
 def make_fake(x: Any) -> Any:
@@ -202,7 +163,7 @@ def _pull_results(f: Callable, operands: tuple) -> Irreversible:
     def told(places: Sequence[int]) -> str | None:
         def pick(*chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
             made = run(*chosen)
-            return tuple(made[place] for place in places if tree.is_float(made[place]))
+            return tuple(made[place] for place in places if tree.is_inexact(made[place]))
 
         pulled: Any = torch.func.vjp(pick, *(values[i] for i in moving))
         try:

@@ -636,11 +636,11 @@ class _Program:
 
 
 def _run_differentiated(f: Callable, operands: Sequence) -> tuple[torch.Tensor, ...]:
-    floats = [i for i, value in enumerate(operands) if value.is_floating_point()]
+    floats = [i for i, value in enumerate(operands) if tree.is_inexact(value)]
 
     def split(*values):
         outputs = f(replace_at(operands, floats, values))
-        return [x for x in outputs if x.is_floating_point()], outputs  # vjp refuses integers
+        return [x for x in outputs if tree.is_inexact(x)], outputs  # vjp refuses integers
 
     made: Any = torch.func.vjp(split, *(operands[i] for i in floats), has_aux=True)
     return made[2]
@@ -661,10 +661,10 @@ def push_forward(
 
     def split(*values: torch.Tensor) -> tuple[tuple, tuple]:
         made = f(replace_at(operands, moving, values))
-        are_floats[:] = [x.is_floating_point() for x in made]
+        are_floats[:] = [*map(tree.is_inexact, made)]
         return (
-            tuple(x for x in made if x.is_floating_point()),
-            tuple(x for x in made if not x.is_floating_point()),
+            tuple(x for x in made if tree.is_inexact(x)),
+            tuple(x for x in made if not tree.is_inexact(x)),
         )
 
     pushed: Any = torch.func.jvp(

@@ -23,7 +23,14 @@ from torch._subclasses.fake_tensor import (
 )
 
 from functron.core import compat, tree
-from functron.core.closure import find_tensors, hoist, refuse_holders, refuse_orphans
+from functron.core.closure import (
+    copy_views,
+    find_tensors,
+    hoist,
+    note_writes,
+    refuse_holders,
+    refuse_orphans,
+)
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.functions import Function
 from functron.core.scopes import in_phase
@@ -149,7 +156,7 @@ def _trace_body(recorder, body, hidden, carry, columns, length, taped) -> _Body:
         # a carry that starts as a constant may depend on parameters after one iteration
         moves = [*(True for _ in (*hidden, *carry)), *(leaf.requires_grad for leaf in columns)]
         wanted = [
-            taped and moving and value.is_floating_point()
+            taped and moving and tree.is_inexact(value)
             for value, moving in zip(values, moves, strict=True)
         ]
         for value, wants in zip(values, wanted, strict=True):
@@ -299,7 +306,7 @@ class _TracedScan(Function):
         carried, sums = results[: region.num_carry], iter(results[region.num_carry : op.num_carry])
         stacked = iter(results[op.num_carry :])
         grads: list[Any] = [None if pair is None else next(sums) for pair in region.body.sums]
-        grads += [value if value.is_floating_point() else None for value in carried]
+        grads += [value if tree.is_inexact(value) else None for value in carried]
         columns = region.body.gradients[region.num_carry :]
         grads += [None if gradient is None else next(stacked) for gradient in columns]
         return None, *_refuse_derivatives(grads, [*ctx.operands, *cotangents])
@@ -513,13 +520,20 @@ def _run_steps(
         return init, _stack_nothing(f, init, xs)
     leaves, structure = tree.flatten(xs)
     slices = [leaf.unbind(0) for leaf in leaves]
+    title = f"scan: {getattr(f, '__name__', 'f')}"
+    check_given = note_writes(title, leaves, f)
     carry, ys = init, []
     for step in range(len(names))[:: -1 if reverse else 1]:
+        check_writes = note_writes(title, carry)
         with watched_scope(names[step]):
             after, y = f(carry, tree.unflatten(structure, [column[step] for column in slices]))
+        check_writes()
         _check_carry(carry, after)
         carry = after
         ys.append(y)
+    check_given()
+    if active() is None:
+        carry = copy_views(carry, init, xs)
     rows = ys[::-1] if reverse else ys
     return carry, tree.map(lambda *rows: torch.stack(rows), *rows)
 

@@ -189,11 +189,12 @@ def test_effects_are_had_once(capsys):
 
 ours = types.SimpleNamespace(
     random=random, zeros=torch.zeros, scan=lax.scan, vmap=torch.func.vmap, arange=torch.arange,
-    grad=ft.grad, remat=ft.remat,
+    grad=ft.grad, remat=ft.remat, lax=lax, where=torch.where, stack=torch.stack, number=torch.tensor,
 )  # fmt: skip
 theirs = types.SimpleNamespace(
     random=jax.random, zeros=jnp.zeros, scan=jax.lax.scan, vmap=jax.vmap, arange=jnp.arange,
-    grad=jax.grad, remat=jax.checkpoint,
+    grad=jax.grad, remat=jax.checkpoint, lax=jax.lax, where=jnp.where, stack=jnp.stack,
+    number=jnp.array,
 )  # fmt: skip
 
 
@@ -205,6 +206,32 @@ def in_scan(m, key, body, xs=None):
     return m.scan(lambda c, x: body(c, x), (m.zeros(2), key), m.arange(3) if xs is None else xs)[0][
         0
     ]
+
+
+def two_draws(c, keys):
+    return c + draws(ours, keys[0], keys[1]), None
+
+
+def draw_rows(m, keys):
+    return m.scan(lambda c, k: (c + draws(m, k), None), m.zeros(2), keys)[0]
+
+
+def branch(m, yes, no, *operands):
+    return m.lax.cond(m.number(True), yes, no, *operands)
+
+
+def count_up(m, step, carry):
+    return m.lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[1])), (m.number(0), carry)
+    )[1]
+
+
+def split_carry(m):
+    def step(c):
+        first, second = m.random.split(c[1])
+        return c[0] + draws(m, first), second
+
+    return step
 
 
 def carried(m, key):
@@ -240,6 +267,65 @@ CASES = {
         (s := m.random.split(k, 3)), m.vmap(lambda k: m.random.normal(k, (2,)))(s), draws(m, s[1]))),
     "gradient": (True, lambda m, k: m.grad(lambda x: (draws(m, k) * x).sum())(m.zeros(2))),
     "remat": (True, lambda m, k: m.grad(lambda x: m.remat(lambda x: (draws(m, k) * x).sum())(x))(m.zeros(2))),
+    "rows of a scan, and one of them": (False, lambda m, k: (s := m.random.split(k, 3), draw_rows(m, s), draws(m, s[1]))),
+    "rows of two scans": (False, lambda m, k: (s := m.random.split(k, 3), draw_rows(m, s), draw_rows(m, s))),
+    "rows of a map": (True, lambda m, k: m.lax.map(lambda k: draws(m, k), m.random.split(k, 3), batch_size=2)),
+    "rows of a map, and one of them": (False, lambda m, k: (
+        s := m.random.split(k, 3), m.lax.map(lambda k: draws(m, k), s), draws(m, s[0]))),
+    "one row again and again": (False, lambda m, k: draw_rows(m, m.stack([k, k]))),
+    "slices that overlap": (False, lambda m, k: (
+        s := m.random.split(k, 3), draw_rows(m, s[:2]), draw_rows(m, s[1:]))),
+    "a slice and its row": (False, lambda m, k: (s := m.random.split(k, 3), draw_rows(m, s[:2]), draws(m, s[1]))),
+    "stacked and taken": (False, lambda m, k: (
+        s := m.random.split(k), draws(m, m.stack([s[0], s[1]])[0], s[0]))),
+    "chosen by select_n": (False, lambda m, k: (
+        s := m.random.split(k), draws(m, m.lax.select_n(m.number(True), s[0], s[1]), s[0]))),
+    "chosen by where": (False, lambda m, k: (
+        s := m.random.split(k), draws(m, m.where(m.number(True), s[0], s[1]), s[0]))),
+    "chosen by an index": (False, lambda m, k: (
+        s := m.random.split(k),
+        draws(m, m.lax.dynamic_index_in_dim(s, m.number(0), keepdims=False), s[0]))),
+    "chosen by a branch": (False, lambda m, k: (
+        s := m.random.split(k), draws(m, branch(m, lambda a, b: a, lambda a, b: b, *s), s[0]))),
+    "in both branches": (True, lambda m, k: branch(m, lambda k: draws(m, k), lambda k: 2 * draws(m, k), k)),
+    "twice in a branch": (False, lambda m, k: branch(m, lambda k: draws(m, k, k), lambda k: m.zeros(2), k)),
+    "in a branch and after it": (False, lambda m, k: (
+        branch(m, lambda k: draws(m, k), lambda k: m.zeros(2), k), draws(m, k))),
+    "in two branches": (False, lambda m, k: [
+        branch(m, lambda k: draws(m, k), lambda k: m.zeros(2), k) for _ in range(2)]),
+    "returned by branches": (False, lambda m, k: (
+        draws(m, branch(m, lambda k: k, lambda k: k, k), k))),
+    "drawn with and returned by a branch": (False, lambda m, k: draws(m, branch(
+        m, lambda k: (draws(m, k), k), lambda k: (m.zeros(2), k), k)[1])),
+    "a part is drawn with or the whole returned": (True, lambda m, k: draws(m, branch(
+        m, lambda k: (draws(m, (s := m.random.split(k))[0]), s[1]), lambda k: (m.zeros(2), k), k)[1])),
+    "outside of a while loop": (False, lambda m, k: count_up(m, lambda c: c + draws(m, k), m.zeros(2))),
+    "in the condition": (False, lambda m, k: m.lax.while_loop(
+        lambda c: (c < 3) & (draws(m, k).sum() < 9), lambda c: c + 1, m.number(0))),
+    "carried by a while loop": (True, lambda m, k: count_up(m, split_carry(m), (m.zeros(2), k))),
+    "carried by a while loop, and after it": (True, lambda m, k: draws(
+        m, count_up(m, split_carry(m), (m.zeros(2), k))[1])),
+    "carried by a while loop, and outside": (False, lambda m, k: (
+        count_up(m, split_carry(m), (m.zeros(2), k)), draws(m, k))),
+    "in a fori loop": (False, lambda m, k: m.lax.fori_loop(0, 3, lambda i, c: c + draws(m, k), m.zeros(2))),
+    "fold_in of a fori loop": (True, lambda m, k: m.lax.fori_loop(
+        0, 3, lambda i, c: c + draws(m, m.random.fold_in(k, i)), m.zeros(2))),
+    "returned among ys": (False, lambda m, k: draws(m, m.scan(
+        lambda c, k: (c + draws(m, k), k), m.zeros(2), m.random.split(k, 3))[1][0])),
+    "made for ys": (True, lambda m, k: draws(m, *m.scan(
+        lambda c, k: (c + draws(m, (s := m.random.split(k))[0]), s[1]),
+        m.zeros(2), m.random.split(k, 3))[1])),
+    "drawn with and carried on": (False, lambda m, k: in_scan(m, k, lambda c, x: (
+        s := m.random.split(c[1]), ((c[0] + draws(m, s[0]), s[0]), None))[1])),
+    "carries that change places": (False, lambda m, k: m.scan(
+        lambda c, x: ((c[0] + draws(m, c[1]), c[2], c[1]), None),
+        (m.zeros(2), *m.random.split(k)), m.arange(4))[0][0]),
+    "carries that move up": (True, lambda m, k: m.scan(
+        lambda c, x: (s := m.random.split(c[1]), ((c[0] + draws(m, c[2]), s[0], s[1]), None))[1],
+        (m.zeros(2), *m.random.split(k)), m.arange(4))[0][0]),
+    "of a row, in each inner iteration": (False, lambda m, k: m.scan(
+        lambda c, k: (m.scan(lambda c, i: (c + draws(m, k), None), c, m.arange(2))[0], None),
+        m.zeros(2), m.random.split(k, 3))),
     "randint": (True, lambda m, k: m.random.randint(k, (2,), 0, 5)),
 }  # fmt: skip
 
@@ -302,6 +388,37 @@ def test_a_scan_is_named_with_its_iterations():
         (True, lambda k: [random.normal(k, (4,), index=(torch.arange(2) + i,)) for i in (0, 2)]),
         (False, lambda k: [random.normal(k, (4,), index=(torch.arange(2),)) for _ in range(2)]),
         (False, lambda k: [random.normal(k, (n,), index=(torch.arange(n - 3),)) for n in (4, 5)]),
+        # allowed beyond JAX: what is chosen by an iteration, is not among what is chosen from, or
+        # is shared by elements of a vmap
+        (True, lambda k: (s := random.split(k, 3), draw_rows(ours, s[:2]), draws(ours, s[2]))),
+        (True, lambda k: [draw_rows(ours, rows) for rows in random.split(k, 4).split(2)]),
+        (True, lambda k: lax.scan(two_draws, torch.zeros(2), random.split(k, 6).view(3, 2, 2))),
+        (
+            True,
+            lambda k: (
+                s := random.split(k, 3),
+                lax.fori_loop(
+                    0,
+                    3,
+                    lambda i, c: c + draws(ours, lax.dynamic_index_in_dim(s, i, keepdims=False)),
+                    torch.zeros(2),
+                ),
+            ),
+        ),
+        (
+            True,
+            lambda k: (
+                s := random.split(k, 3),
+                draws(ours, torch.where(torch.tensor(True), s[0], s[1]), s[2]),
+            ),
+        ),
+        (True, lambda k: (s := random.split(k), draws(ours, torch.stack([s[0], s[1]])[1], s[0]))),
+        (True, lambda k: torch.func.vmap(lambda k: random.normal(k, (2,)))(torch.stack([k, k]))),
+        # found beyond JAX: one branch gives the key itself
+        (
+            False,
+            lambda k: draws(ours, branch(ours, lambda k: k, lambda k: random.fold_in(k, 1), k), k),
+        ),
     ],
 )
 def test_keys_that_are_made_alike_and_parts_of_an_array(right, f):

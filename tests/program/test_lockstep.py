@@ -115,3 +115,29 @@ def test_gradients_inside_and_outside_mean_what_the_simulator_says(name):
     outside = trace(ft.grad(unchecked), mesh=mesh, in_specs=(P("dp", "tp"),))(x)
     got = run_in_lockstep(outside, x)  # without out_specs it gives the first rank's part
     torch.testing.assert_close(got, ft.grad(unchecked)(x)[:4, :4])
+
+
+WRONG = {
+    "a value that varies over 'dp'": lambda w, x: (w * x).sum(),
+    "a loss that varies over 'dp'": lambda w, x: ft.grad(lambda w: (w * x).sum())(w).sum(),
+    "already replicated over 'dp'": lambda w, x: lax.psum(lax.psum((w * x).sum(), "dp"), "dp"),
+    "that is no rank's share": lambda w, x: ft.sync_gradients(
+        torch.func.grad(lambda w: lax.psum((w * x).sum(), "dp"))(w), P()
+    ).sum(),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_simulation_refuses_is_refused_by_the_same_words(words):
+    given = torch.ones(2), torch.arange(4.0)
+    wrong = ft.shard_map(WRONG[words], Mesh(dp=2), (P(), P("dp")), P())
+    for run in (wrong, lambda *args: trace(wrong)(*args)(*args), ft.debug.nans(wrong)):
+        with pytest.raises(ValueError, match=words):
+            run(*given)
+
+
+def test_what_simulation_need_not_check_runs():
+    """A sum of the first rank's part, as simulation gives it without its check."""
+    first = ft.shard_map(lambda x: x.sum(), Mesh(dp=2), P("dp"), P(), check=False)
+    x = torch.arange(4.0)
+    assert first(x) == trace(first)(x)(x) == ft.debug.nans(first)(x) == 1.0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import functron as ft
-from functron import Mesh, P, gpt, tree
+from functron import Mesh, P, gpt, lax, tree
 from functron.spmd import spec as sharding
 from tests.transforms.derivative_programs import (
     PROGRAMS,
@@ -93,10 +94,19 @@ def check_ring():
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+def check_refused(bound):
+    """A rule that is not linear, on the process of each rank."""
+    f = ft.custom_jvp(torch.sin, lambda args, tangents: (args[0].sin(), tangents[0] ** 2))
+    share = lambda x: ft.grad(lambda x: lax.psum(f(x).sum(), "tp"))(x)
+    with pytest.raises(ValueError, match="not linear in them, by pow"):
+        ft.shard_map(share, bound, P("tp"), P("tp"))(X_T[0])
+
+
 def main():
     dist.init_process_group("gloo")
     check(MESH.bind())
     check_ring()
+    check_refused(MESH.bind())
     if dist.get_rank() == 0:
         print("check: ok")
     dist.destroy_process_group()

@@ -236,3 +236,28 @@ def test_wrong_uses(name):
     with pytest.raises(error, match=message) as caught:
         call()
     assert "test_indexing.py" in str(caught.value) or error is TypeError
+
+
+@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("split", [False, True])
+def test_updates_at_the_index_of_a_rank_are_differentiated_twice_in_reverse(split, life):
+    """Against JAX's product with the Hessian, of an operand that ranks along another axis divide."""
+    x, u = torch.linspace(-1, 1, 8).double(), torch.linspace(1, 2, 2).double()
+    spec = P("tp") if split else P()
+
+    def product(x, u):
+        of_rank = lambda x, u: lax.dynamic_update_slice(x, u, (lax.axis_index("dp"),)).sin().sum()
+        rows = torch.func.vjp(torch.func.grad(of_rank, (0, 1)), x, u)[1]((x, u))
+        return tuple(row[None] for row in rows)
+
+    def hessian_product(x, u, i):
+        of_rank = lambda x, u: jnp.sin(jax.lax.dynamic_update_slice(x, u, (i,))).sum()
+        return jax.vjp(jax.grad(of_rank, (0, 1)), x, u)[1]((x, u))
+
+    mapped = ft.shard_map(product, Mesh(dp=2, tp=2), (spec, P()), P(("dp", "tp")))
+    got = LIVES[life](mapped)(x, u)
+    with jax.enable_x64(True):
+        parts = np.split(x.numpy(), 2) if split else [x.numpy()] * 2
+        want = [hessian_product(part, u.numpy(), i) for i in range(2) for part in parts]
+    for one, column in zip(got, zip(*want, strict=True), strict=True):
+        np.testing.assert_allclose(one, np.stack(column), rtol=1e-10, atol=1e-12)

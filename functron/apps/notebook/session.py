@@ -65,7 +65,8 @@ from functron.compiler.jit import Jitted, jit
 from functron.core import compat, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.models.generation import generate
-from functron.program.faults import check_key_reuse, nans
+from functron.program.faults import nans
+from functron.program.key_reuse import check_key_reuse
 from functron.program.trace import Program, eval_shape, trace
 from functron.spmd import DATA_AXES, Mesh, P, gather, shard
 from functron.spmd import spec as sharding

@@ -1,0 +1,87 @@
+"""Functions that loops, branches and operations run change no tensor of the caller's."""
+
+import pytest
+import torch
+
+import functron as ft
+from functron import Mesh, P, lax
+
+WRITES = ft.ops.register("test_writes_its_operand", lambda x: x.add_(1))
+YES = torch.tensor(True)
+
+
+def plus_closed(x):
+    held = {"deep": [x]}
+    inner = lambda: held["deep"][0].mul_(2)
+    return lambda c, _: (c + inner().sum(), None)
+
+
+WRITERS = {
+    "scan, carry": lambda x: ft.scan(lambda c, _: (c.add_(1), None), x, length=2),
+    "scan, own carry": lambda x: ft.scan(lambda c, _: (c.add_(1), c), x.clone(), length=2),
+    "scan, later carry": lambda x: ft.scan(
+        lambda c, first: ((c + 1 if first else c.add_(1)), c), x, torch.tensor([True, False])
+    ),
+    "scan, row": lambda x: ft.scan(lambda c, row: (c + row.add_(1), None), torch.zeros(()), x),
+    "scan, closure": lambda x: ft.scan(plus_closed(x), torch.zeros(()), length=2),
+    "while": lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c.add_(1), x),
+    "while, predicate": lambda x: lax.while_loop(lambda c: c.add_(1).sum() < 9, lambda c: c, x),
+    "fori": lambda x: lax.fori_loop(0, 2, lambda i, c: c.add_(i), x),
+    "fori to a tensor": lambda x: lax.fori_loop(0, YES.int(), lambda i, c: c.add_(i), x),
+    "cond": lambda x: lax.cond(YES, lambda c: c.add_(1), lambda c: c, x),
+    "cond by a number": lambda x: lax.cond(1, lambda c: c.add_(1), lambda c: c, x),
+    "cond, an element": lambda x: lax.cond(YES, lambda c: c.__setitem__(0, 5.0) or c, lambda c: c, x),
+    "cond, closure": lambda x: lax.cond(YES, lambda: x.add_(1), lambda: x),
+    "switch of rows": lambda x: torch.func.vmap(
+        lambda i: lax.switch(i, [lambda: x.add_(1), lambda: x])
+    )(torch.arange(2)),
+    "map": lambda x: lax.map(lambda row: row.add_(1), x),
+    "map of batches": lambda x: lax.map(lambda row: row.add_(1), x, batch_size=2),
+    "associative_scan": lambda x: lax.associative_scan(lambda a, b: a.add_(b), x),
+    "register": WRITES,
+    "vmap of scan": lambda x: torch.func.vmap(
+        lambda x: ft.scan(lambda c, _: (c.add_(1), None), x, length=2)[0]
+    )(x),
+    "a simulated cond": ft.shard_map(
+        lambda x: lax.cond(x.sum() > 0, lambda c: c.add_(1), lambda c: c, x),
+        Mesh(dp=3), P("dp"), P("dp"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_writes_in_place_are_refused(writer):
+    with pytest.raises(ValueError, match="in place, which it was given or closes over"):
+        WRITERS[writer](torch.arange(1.0, 4.0))
+
+
+SHOWN = {
+    "slice": lambda x: lax.dynamic_slice(x, (0,), (2,)),
+    "slice in dim": lambda x: lax.dynamic_slice_in_dim(x, 0, 2),
+    "index": lambda x: lax.dynamic_index_in_dim(x, 0),
+    "index without dim": lambda x: lax.dynamic_index_in_dim(x, 0, keepdims=False),
+    "branch": lambda x: lax.cond(YES, lambda x: x[:2], lambda x: x[2:], x),
+    "branch itself": lambda x: lax.cond(YES, lambda x: x, torch.neg, x),
+    "no step": lambda x: lax.fori_loop(0, 0, lambda i, c: c + 1, x),
+    "steps that reverse": lambda x: lax.fori_loop(0, 2, lambda i, c: c.view(2, 2).mT.flatten(), x),
+    "steps that show": lambda x: lax.fori_loop(0, 2, lambda i, c: c.view_as(c), x),
+    "while that shows": lambda x: lax.while_loop(
+        lambda c: c[1] < 1, lambda c: (c[0].view_as(c[0]), c[1] + 1), (x, 0)
+    )[0],
+    "rows": lambda x: ft.scan(lambda c, row: (row, None), torch.zeros(()), x)[0],
+}
+
+
+@pytest.mark.parametrize("word", SHOWN)
+def test_an_update_of_a_result_in_place_changes_no_operand(word):
+    """What was donated is gone, or it is as it was."""
+    update = ft.shard_map(lambda x: x.add_(1), Mesh(), P(), P(), donate=0)
+    x = torch.arange(4.0)
+    shown = SHOWN[word](x)
+    want = shown + 1
+    assert torch.equal(update(shown), want)
+    if shown is x:
+        with pytest.raises(ValueError, match="was donated"):
+            x.sum()
+    else:
+        assert x.tolist() == [0, 1, 2, 3]
