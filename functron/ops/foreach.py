@@ -238,7 +238,7 @@ def _mismatches(
 def _axes(levels: list[int]) -> str:
     """The mesh axes simulated at these vmap levels, in words."""
     bound = {
-        compat.level_of(axis.token): f"mesh axis {axis.name!r}"
+        axis.level: f"mesh axis {axis.name!r}"
         for axis in scope().axes.values()
         if isinstance(axis, SimulatedAxis)
     }

@@ -371,7 +371,7 @@ def _emit(
     if phase() == "recompute":
         return
     axes = [axis for axis in scope().axes.values() if axis is not None]
-    simulated = {compat.level_of(a.token): a for a in axes if isinstance(a, SimulatedAxis)}
+    simulated = {a.level: a for a in axes if isinstance(a, SimulatedAxis)}
     masks = [mask for mask in effect_masks() if mask is not True]
     if any(mask is False for mask in masks):
         return

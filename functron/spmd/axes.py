@@ -123,9 +123,14 @@ class SimulatedAxis:
     def index(self) -> torch.Tensor:
         return self.token
 
+    @property
+    def level(self) -> int:
+        """That of its vmap, also where levels of grad wrap the token, as in second derivatives."""
+        return compat.batch_level_of(self.token)
+
     def varies(self, value: torch.Tensor) -> bool:
         """Whether `value` differs between the ranks of this axis (is batched at its level)."""
-        return compat.is_batched_at(value, compat.level_of(self.token))
+        return compat.is_batched_at(value, self.level)
 
 
 _SOURCE = re.compile(r"\[[^]]*\bgloo/[^]]*\] ?")

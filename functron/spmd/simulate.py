@@ -542,5 +542,4 @@ def runs_transform() -> bool:
     if not levels:
         return False
     own = (*scope().axes.values(), scope().shares)
-    tokens = [axis.token for axis in own if isinstance(axis, SimulatedAxis)]
-    return bool(levels - {compat.level_of(token) for token in tokens})
+    return bool(levels - {axis.level for axis in own if isinstance(axis, SimulatedAxis)})

@@ -114,7 +114,7 @@ class _Flat:
         return given
 
     def _refuse_still(self, tangents: tuple, name: str) -> None:
-        """Raise TypeError for tangents of what is not floating point."""
+        """Raise TypeError for tangents of what is neither floating point nor complex."""
         primals = dict(tree.items(tree.unflatten(self.structure, self._leaves)))
         raise_problems(
             f"{name}: only floating-point primals have tangents",
@@ -126,7 +126,7 @@ class _Flat:
                     "make the primal floating-point, such as 3.0",
                 )
                 for path, _ in tree.items(tangents)
-                if path in primals and not tree.is_float(primals[path])
+                if path in primals and not tree.is_inexact(primals[path])
             ],
             TypeError,
         )

@@ -248,16 +248,8 @@ def _transpose(function: Callable, like: tree.Tree) -> Callable:
 
 def _alone(title: str, matvec: Callable, x: tree.Tree) -> Callable:
     """`matvec`, which is refused where ranks that have the same x talk to each other."""
-    levels = {
-        axis.name: compat.batch_level_of(axis.token)
-        for axis in scope().axes.values()
-        if isinstance(axis, SimulatedAxis)
-    }
-    shared = [
-        name
-        for name, level in levels.items()
-        if not tree.all(tree.map(lambda x, level=level: compat.is_batched_at(x, level), x))
-    ]
+    axes = [axis for axis in scope().axes.values() if isinstance(axis, SimulatedAxis)]
+    shared = [axis.name for axis in axes if not tree.all(tree.map(axis.varies, x))]
     if not shared:
         return matvec
 
@@ -348,7 +340,7 @@ def custom_root(
 
     def backward(kept: tuple, cotangents: tree.Tree) -> tuple:
         values, x, still = kept
-        zeros = tree.map(lambda x: torch.zeros_like(x) if tree.is_float(x) else None, values)
+        zeros = tree.map(lambda x: torch.zeros_like(x) if tree.is_inexact(x) else None, values)
         pull = rule_vjp(lambda moving: derive(values, x, moving), zeros)[1]
         return pull(cotangents[0] if has_aux else cotangents)[0], still
 
@@ -405,7 +397,9 @@ def _check_floats(title: str, what: str, given: tree.Tree) -> None:
             problems.append(tensor_problem(at, x))
         elif not tree.is_float(x):
             wanted = "a floating-point tensor"
-            problems.append(Problem(at, str(x.dtype), wanted, "x.to(torch.float32)"))
+            real = "solve for torch.view_as_real of it"
+            fix = real if x.is_complex() else "x.to(torch.float32)"
+            problems.append(Problem(at, str(x.dtype), wanted, fix))
     raise_problems(title, problems, TypeError)
 
 

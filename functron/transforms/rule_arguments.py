@@ -161,7 +161,7 @@ def sum_tangents(wrapped: Callable, rules: Sequence[Callable | None]) -> Callabl
             got, wanted = f"{len(rules)} rules", f"one for each of {len(args)} arguments, or None"
             refuse(f"defjvps of {name_of(wrapped)}", "jvps", got, wanted)
         out = wrapped(*args)
-        moved = tree.map(lambda x: torch.zeros_like(x) if tree.is_float(x) else None, out)
+        moved = tree.map(lambda x: torch.zeros_like(x) if tree.is_inexact(x) else None, out)
         leaves, structure = tree.flatten(moved, _is_none)
         for one, tangent in zip(rules, tangents, strict=True):
             if one is None or not tree.leaves(tangent):
