@@ -17,7 +17,7 @@ LINES = {
     "spmd": 9_300,
     "program": 12_700,
     "compiler": 21_200,
-    "transforms": 18_700,
+    "transforms": 18_900,
     "ops": 12_200,
     "pipeline": 30_800,
     "data": 12_000,
