@@ -22,6 +22,7 @@ from functron.training import run
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure
 from functron.training.costs import check_room, peak_bytes_with
+from functron.training.loop import loop
 from functron.training.rooms import LearnedRoom, with_rooms
 from functron.training.run import programs
 from functron.training.setup import RunSetup, make_setup
@@ -174,6 +175,32 @@ def test_processes(torchrun, checks):
     done = torchrun(Path(__file__).with_name("gloo_rooms.py"), 4, *checks, timeout=400)
     for check in checks:
         assert f"{check}: ok" in done.stdout
+
+
+def test_room_changes_no_bit():
+    """So that a run that goes on, and learns its room anew, has the numbers that it would have."""
+    (moved, history), *others = (
+        take_steps("top-2", "even", "ep=2", expert_room=room) for room in (1.0, 1.5, 2.0)
+    )
+    assert history[0]["reruns"]
+    for other, later in others:
+        assert not later[0]["reruns"]
+        assert [x["loss"] for x in later] == [x["loss"] for x in history]
+        assert all(map(torch.equal, tree.leaves(other), tree.leaves(moved)))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_loop_sees_the_step_that_was_taken_again(ahead):
+    made = make_setup(configured("top-2", "ep=2", expert_room=1.0), Mesh(ep=2))
+    state, (step, _) = begin(made, "half"), programs(made)
+    steps = loop(step, state, lambda at: draw_batch("even", at), steps=STEPS, ahead=ahead)
+    records = [record for _, record in steps]
+    _, dense_history = take_steps("top-2", "half", "")
+    for record, wanted in zip(records, dense_history, strict=True):
+        assert record["loss"] == pytest.approx(wanted["loss"].item(), rel=TOLERANCE)
+    assert records[0]["reruns"] > 0
+    assert records[0]["expert_room"] > 1
+    assert [record["step"] for record in records] == [1, 2, 3]
 
 
 def of_step(needed: float) -> torch.Tensor:
