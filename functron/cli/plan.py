@@ -38,6 +38,7 @@ from functron.spmd import DATA_AXES, Mesh
 from functron.training import records, run_folder
 from functron.training.checks import PRECISION_NEEDS, TOLD_NEEDS, TRAIN_NEEDS
 from functron.training.config import (
+    ComputeConfig,
     ParallelismConfig,
     TrainConfig,
     configure,
@@ -55,6 +56,10 @@ planner: Any = apps.find("planner")
 """The planner, which `run` and `recipes` need; None where it is not installed."""
 
 _SEQ = 2048  # default for models without a longest sequence
+
+
+EXPERT_ROOM = 1.25
+"""What plans assume of routing: the fullest rank gets so many times the balanced rows."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class PlanOptions:
         model: name of a preset, which sets the architecture.
         gpt: the architecture.
         optimizer: the optimizer.
+        expert_room: the rows for which a rank's experts have room, as for functron train: how many
+            times the balanced ones the fullest rank is expected to get; 0: all of all ranks.
         picture: write step time over memory of the Pareto-optimal candidates to this file, as SVG.
         timeline: write the best step's timeline to this file: .svg, or .json for Perfetto.
     """
@@ -112,6 +119,7 @@ class PlanOptions:
     model: str = setting("tiny", "common", box="model")
     gpt: GPTConfig = section(lambda: PRESETS["tiny"], box="model")
     optimizer: OptimizerConfig = section(OptimizerConfig)
+    expert_room: float = setting(EXPERT_ROOM, box="model")
 
 
 def _is_fixed(options: PlanOptions) -> bool:
@@ -136,6 +144,10 @@ PLAN_NEEDS: Needs = MappingProxyType({
         "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.loss_scale.initial",
     ),
     **never("a setting of candidates", "add --fix offload=true", "optimizer.offload"),
+    "expert_room": Need(
+        lambda c: c.gpt.moe is not None or c.expert_room == EXPERT_ROOM,
+        "experts", "choose a model with some",
+    ),
     **needs_under("gpt", GPT_NEEDS),
     **needs_under(
         "optimizer",  # loss scales depend on the candidates' precision
@@ -193,7 +205,7 @@ def _parse_plan(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
         own = {"seq": base.data.seq, "global_batch": base.data.global_batch}
     default = PlanOptions(
         run=name, precision=base.precision.name, model=base.model, gpt=base.gpt,
-        optimizer=base.optimizer, **own,
+        optimizer=base.optimizer, expert_room=base.compute.expert_room or EXPERT_ROOM, **own,
     )  # fmt: skip
     options = parse(PlanOptions, arguments, "plan", default, needs=PLAN_NEEDS)
     _check_is_first(options.run, name, "plan")
@@ -213,6 +225,7 @@ def _parse_plan(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
             context=ranks.context, zigzag=ranks.zigzag, expert_axes=ranks.expert_axes
         ),
         remat="none",
+        expert_room=options.expert_room if options.gpt.moe is not None else 0.0,
     )
     return options, config if precision is None else configure(config, precision=options.precision)
 
@@ -231,6 +244,7 @@ def _check(options: PlanOptions, longest: int) -> None:
     if options.timeline is not None and options.timeline.suffix not in (".svg", ".json"):
         wanted = "a name that ends in .svg or .json"
         found.append(Problem("timeline", str(options.timeline), wanted))
+    found += ComputeConfig(expert_room=options.expert_room).problems()
     raise_problems("cannot plan this", found)
 
 

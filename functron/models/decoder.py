@@ -38,7 +38,7 @@ from functron.models.options import (
 )
 from functron.nn import context
 from functron.nn.layers import name_columns, sequence_axes
-from functron.nn.moe import RouterSums, moe, moe_defs
+from functron.nn.moe import FilledSums, RouterSums, moe, moe_defs
 from functron.pipeline.partition import Part
 from functron.precision import history_def
 from functron.spmd import CONTEXT_AXES, P, params
@@ -62,7 +62,7 @@ class Auxiliary(NamedTuple):
     """
 
     loss: Scalar
-    sums: RouterSums
+    sums: RouterSums | FilledSums
 
 
 def add_auxiliary(before: Auxiliary | None, new: Auxiliary, start: int, total: int) -> Auxiliary:
@@ -401,6 +401,7 @@ def _run_experts(
         activation=config.activation,
         stream=options.stream,
         axes=options.expert_axes,
+        room=options.expert_room,
         key=key,
         rows=sequence.rows,
         positions=places,
@@ -469,7 +470,8 @@ Details = dict[str, Any]
 * ``targets``: int64, how many count;
 * ``next_token``: the sum of their losses;
 * ``ahead``: ``[depth]``, the sums of the losses of tokens further ahead, if any are predicted;
-* ``routers``: `nn.moe.RouterSums`, a row for each layer of experts, if there are any;
+* ``routers``: `nn.moe.RouterSums`, a row for each layer of experts, if there are any; or
+  `nn.moe.FilledSums`;
 * ``stream``: ``squares``, the sums over all tokens of the mean square of the residual stream after
   the embedding and after each layer, and ``count``, the number of tokens; if they were asked for.
 """

@@ -424,7 +424,9 @@ def summary(details: Details) -> dict[str, float]:
         losses = (details["ahead"] / count).tolist()
         out |= {f"ahead_loss_{depth}": loss for depth, loss in enumerate(losses, 1)}
     if "routers" in details:
-        routers = moe.summary(moe.RouterSums(*details["routers"]))
+        sums = tuple(details["routers"])
+        kind = moe.RouterSums if len(sums) == len(moe.RouterSums._fields) else moe.FilledSums
+        routers = moe.summary(kind(*sums))
         out |= {f"router_{name}": value for name, value in routers.items()}
     return out
 

@@ -36,6 +36,7 @@ from functron.nn.context import (
     to_balanced,
 )
 from functron.nn.layers import SEQ_DIM, sequence_axes
+from functron.nn.moe.room import room_problems
 from functron.nn.multi_token import SequenceOrder
 from functron.ops import AUTO, Kernels
 from functron.program.recorder import aside
@@ -378,6 +379,10 @@ class ModelOptions:
             ``param_specs(defs(config), rules(config, mesh))``.
         context: how attention reaches across the ranks that split sequences.
         expert_axes: the axes that experts are divided over; see `gpt.rules`.
+        expert_room: for how many rows a rank's experts have room, as a multiple of balanced ones,
+            of `functron.nn.moe.room.ROOMS`; 0 and None: for the worst case. Details of the loss say
+            whether it was enough (`functron.nn.moe.room.overflowed`), unless it is None; where it
+            was not, loss and gradients are of no use: compute them again with more.
         kernels: which operations CUDA kernels of functron compute; see `functron.ops.use`.
         matmul: the matrix products of attention's projections, feed-forward layers and experts:
             quantised ones are made by `functron.precision.quantised`.
@@ -399,6 +404,7 @@ class ModelOptions:
     gather: Gather = WHOLE
     context: Context = RING
     expert_axes: tuple[str, ...] = ("ep",)
+    expert_room: float | None = None
     kernels: Kernels = AUTO
     matmul: nn.Matmul = nn.MATMUL
     loss_chunk_tokens: int = 0
@@ -411,7 +417,7 @@ class ModelOptions:
     block: Callable | Hook | None = None
 
     def __post_init__(self):
-        raise_problems("ModelOptions", choice_problems(self))
+        raise_problems("ModelOptions", [*choice_problems(self), *room_problems(self.expert_room)])
         found = []
         for name in HOOKS:
             value = getattr(self, name)

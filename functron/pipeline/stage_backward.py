@@ -239,7 +239,9 @@ class Stage:
     def piece_program(self, index: int) -> Program:
         """A piece as a program that overwrites the sums of gradients, and what it spends."""
         piece = self.pieces[index]
-        spent = {*piece.spends}.difference(self.sliced)
+        # what an earlier piece returned, such as the loss, is the caller's
+        returned = {output.value for output in self.program.outputs}
+        spent = {*piece.spends}.difference(self.sliced, returned)
         return piece.program(self.program, {*self.arguments[_SUMS], *spent})
 
 

@@ -119,7 +119,8 @@ class Cost:
     Attributes:
         model_flops: multiplications and additions of matrix products, convolutions and attention,
             without recomputation. Causal attention counts as half where it is one operation; of
-            blocks written in matrix products what is computed counts.
+            blocks written in matrix products what is computed counts. Of products of experts' rows
+            that were exchanged, which have room for more, as many count as come on average.
         model_flops_whole: the same with causal attention counted as whole.
         hardware_flops: what is computed, by torch's formulas: with all that backward computes
             again, of attention too, which they count as whole.
@@ -249,6 +250,9 @@ def cost(program: Code) -> Cost:
     total: Any = Counter()  # with parts of runs where branches have weights
     by_dtype: Any = Counter()
     model = whole = 0
+    filled: dict[Equation, float] = {}
+    for block in program.block.walk_blocks():
+        filled |= find_filled(block)
     for equation, times in walk_dearest(program.block, equation_flops):
         found = equation_flops(equation)
         if found:
@@ -256,6 +260,7 @@ def cost(program: Code) -> Cost:
             by_dtype[equation.operands[0].dtype] += found * times
             if equation.where.phase != "recompute":
                 half, needed = _model_flops(equation, found)
+                times *= filled.get(equation, 1)
                 model, whole = model + half * times, whole + needed * times
     accessed = sum(moved_bytes(e) * times for e, times in walk_dearest(program.block, moved_bytes))
     traffic: dict[tuple[str, str, Phase], tuple[float, float]] = {}
@@ -283,6 +288,25 @@ def cost(program: Code) -> Cost:
         MappingProxyType({dtype: round(count) for dtype, count in by_dtype.most_common()}),
         tuple(dict.fromkeys(_describe_loops(program))),
     )
+
+
+def find_filled(block: Block) -> dict[Equation, float]:
+    """By product of experts, the average fraction of its rows that have tokens.
+
+    A ragged exchange has room for more than come: on average as many as were sent.
+    """
+    rooms = {}
+    for equation in block.equations:
+        if equation.name == "ragged_all_to_all":
+            sent, room = equation.operands[0].shape[0], equation.results[0].shape[0]
+            if sent < room:
+                rooms[room] = sent / room
+    return {
+        equation: rooms[rows]
+        for equation in block.equations
+        if equation.name.startswith("grouped_matmul")
+        and (rows := equation.operands[0].shape[0]) in rooms
+    }
 
 
 def moved_bytes(equation: Equation) -> int:

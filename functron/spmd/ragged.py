@@ -280,6 +280,8 @@ def exchange(
     capacity: int,
     room: int = 0,
     wait: bool = True,
+    passing: int | None = None,
+    backwards: bool = False,
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """`ragged_all_to_all` for rows that are sorted by destination and then by something else.
 
@@ -291,6 +293,9 @@ def exchange(
         room: a bound on what one rank can send to another, worth sending always; 0: none is.
         wait: for the rows; otherwise they may still be on their way, and only `wait_for_rows` may
             touch them, after whatever does not need them.
+        passing: a bound on what any rank passes on, on the way along several axes; None: none is
+            known.
+        backwards: along the last axis first: rows that came over some ranks go back over the same.
 
     Returns:
         rows: ``[capacity, ...]``; on processes, outside of a trace and without `room`, exactly the
@@ -301,8 +306,10 @@ def exchange(
     natural = tuple(range(sizes.dim()))
     if not axes:
         return _resize_rows(x, sizes, capacity), sizes, natural
-    rows, layout = x, natural
-    for position, axis in enumerate(axes):
+    rows, layout, left = x, natural, math.prod(axis.size for axis in axes)
+    turns = natural[: len(axes)]
+    for position in reversed(turns) if backwards else turns:
+        axis = axes[position]
         wanted = (position, *(dim for dim in natural if dim != position))
         if wanted != layout:
             dims = tuple(layout.index(dim) for dim in wanted)
@@ -312,13 +319,13 @@ def exchange(
         incoming = AllToAll.call(outgoing.contiguous(), axis)
         sends, receives = outgoing.flatten(1).sum(1), incoming.flatten(1).sum(1)
         # on the way to their ranks rows meet at others: not more than these have to pass on
-        later = math.prod(axis.size for axis in axes[position + 1 :])
-        bound = capacity * later
-        if later > 1 and not isinstance(axis, BoundAxis):  # whose ranks may differ in rows by now
+        left //= axis.size
+        bound = capacity * left if left == 1 or passing is None else passing
+        if left > 1 and not isinstance(axis, BoundAxis):  # whose ranks may differ in rows by now
             bound = min(bound, rows.shape[0] * axis.size)
-        last = position == len(axes) - 1
-        passing = room * math.prod(axis.size for axis in axes) // axis.size
-        call = RaggedCall(axis, bound, wait or not last, passing if _should_pad(x, axis) else 0)
+        last = position == (0 if backwards else len(axes) - 1)
+        each = room * math.prod(axis.size for axis in axes) // axis.size
+        call = RaggedCall(axis, bound, wait or not last, each if _should_pad(x, axis) else 0)
         call = _count_rows(sends, receives, call)
         sent: Any = RaggedAllToAll.apply(rows, sends, receives, axis.token, call)
         rows, sizes = sent, incoming.movedim(0, position)

@@ -44,7 +44,7 @@ from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.training import data, evaluation, records, run_folder
 from functron.training.config import TrainConfig, configure, load, with_model, with_precision
 from functron.training.resume import recipe_text
-from functron.training.setup import RunSetup, offload_problems, with_additions
+from functron.training.setup import RunSetup, has_experts, offload_problems, with_additions
 
 _OFF = "leave it out, or train a GPT"
 _ALL_LOGITS = "0: logits of all tokens at once"
@@ -128,6 +128,7 @@ TRAIN_NEEDS: Needs = MappingProxyType({
         "expert_axes",
         Need(lambda c: c.gpt.moe is not None, "experts", "choose a model with some"),
     ),
+    "expert_room": Need(has_experts, "experts", "choose a model with some"),
     "gather": _unless_usual(
         "gather",
         Need(

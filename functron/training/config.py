@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -151,6 +152,10 @@ class ComputeConfig:
             compiled steps compute while ranks send, and others wait. It does not with
             optimizer.offload, SOAP, or experts without a capacity that ranks divide.
         cuda_graph: launch a compiled step as one CUDA graph, from the third step on.
+        expert_room: for how many rows a rank's experts have room at first, as a multiple of
+            balanced ones, such as 1.25, where programs have static shapes: compiled, simulated or
+            traced. Later steps have what those before needed, and one that needs more is taken
+            again with it: no token is dropped. 0: for the worst case, all tokens of all ranks.
         deterministic: bitwise reproducible results on a GPU, as on CPUs, by torch's deterministic
             algorithms, some of which are slower (backward of attention, scatters);
             an operation without one is an error.
@@ -162,8 +167,16 @@ class ComputeConfig:
     loss_chunk_tokens: int = setting(0, "step", least=0)
     compile: bool | Literal["auto"] = setting("auto", "common")
     cuda_graph: bool = False
+    expert_room: float = setting(0.0, "step")
     deterministic: bool = False
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "common")
+
+    def problems(self) -> list[Problem]:
+        """Everything wrong with these settings by themselves."""
+        if self.expert_room == 0 or 1 <= self.expert_room < math.inf:
+            return []
+        wanted, fix = "0, or at least 1", "take 1.25, from which it is learned"
+        return [Problem("expert_room", f"{self.expert_room:g}", wanted, fix)]
 
 
 _HELD_OUT = Need(lambda evaluation: evaluation.every > 0, "held-out sets", "set eval_every")

@@ -6,9 +6,11 @@ Everything is counted in programs of a `RunSetup` that are traced without data.
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 
@@ -23,11 +25,11 @@ from functron.pipeline.schedule import Schedule
 from functron.pipeline.stage_backward import Stage, StageCall, trace_stage
 from functron.pipeline.timeline import Costs, Timeline
 from functron.program.displays import show
-from functron.spmd import CONTEXT_AXES, DATA_AXES, P
+from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, P
 from functron.spmd.params import ParamDef, abstract_params, param_specs
 from functron.spmd.spec import local_shape
 from functron.training.config import TrainConfig, configure
-from functron.training.setup import RunSetup, make_setup
+from functron.training.setup import RunSetup, has_experts, make_setup
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def step_report(setup: RunSetup, *, program: bool = False) -> str:
     title = (
         f"{config.title}, one of {mesh.size} ranks ({str(mesh) or 'no mesh'}), {samples} per step"
     )
+    title += f"\n{room_note(setup)}" if room_note(setup) else ""
     if not setup.is_pipelined:
         traced = setup.program()
         whole = f"{traced}\n" if program else ""
@@ -131,6 +134,26 @@ def step_report(setup: RunSetup, *, program: bool = False) -> str:
     return f"{title}\n\n{pipeline_cost(setup)}"
 
 
+def room_note(setup: RunSetup) -> str:
+    """The rows for which ranks that divide experts have room, as text; "" without these."""
+    if not has_experts(setup.config):
+        return ""
+    assert setup.config.gpt.moe is not None
+    axes = [a for a in setup.config.parallelism.expert_axis_names if setup.mesh[a] > 1]
+    if not axes:
+        return ""
+    over = " x ".join(f"{axis}={setup.mesh[axis]}" for axis in axes)
+    if setup.config.gpt.moe.capacity_factor:
+        most = f"no more than capacity_factor={setup.config.gpt.moe.capacity_factor:g} keeps"
+    elif setup.room:
+        most = f"{setup.room:g} times the balanced ones (expert_room, of the fullest rank)"
+    else:
+        most = "all rows of all ranks (expert_room=1.25 bounds them, and learns the bound)"
+    return (
+        f"rows on the experts of a rank, of {over}: room for {most}; model FLOPs of balanced ones"
+    )
+
+
 def step_peak_bytes(setup: RunSetup) -> int:
     """The memory of the fullest rank in a training step; of `setup` on a simulated mesh."""
     if not setup.is_pipelined:
@@ -141,40 +164,89 @@ def step_peak_bytes(setup: RunSetup) -> int:
 _FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 """The `capacity_factor` that are tried for a model that does not fit without."""
 
+_FITTING = (1.0, 1.125, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""The rooms that are tried."""
+
 
 def check_expert_memory(setup: RunSetup, device_bytes: int) -> None:
     """Refuse a compiled step whose experts without a capacity cannot fit on a device.
 
-    Shapes of compiled programs are those of the worst case: all tokens of all ranks on one rank's
-    experts. Programs that are not compiled have room for the tokens that came, and are let by.
+    Shapes of compiled programs are those of the worst case, all tokens of all ranks on one rank's
+    experts, or those of the room that they have. Programs that are not compiled have room for the
+    tokens that came, and are let by.
 
     Args:
         setup: of the run.
         device_bytes: the memory of a device.
 
     Raises:
-        ValueError: with the memory that the step takes, and the largest capacity that fits.
+        ValueError: with the memory that the step takes, and the largest room and capacity that fit.
     """
-    config, model = setup.config, setup.config.architecture
-    moe = getattr(model, "moe", None)
+    moe = getattr(setup.config.architecture, "moe", None)
     if moe is None or moe.capacity_factor or not setup.is_compiled:
         return
-
-    def peak_bytes(factor: float) -> int:
-        limited = replace(model, moe=replace(moe, capacity_factor=factor))
-        tried = replace(config, **{setup.family.name: limited})
-        return step_peak_bytes(make_setup(tried, setup.plain_mesh))
-
-    needed = peak_bytes(0.0)
-    if needed <= device_bytes:
+    room = setup.room or 0.0
+    if (needed := peak_bytes_with(setup, room)) <= device_bytes:
         return
-    fits = bisect.bisect_right(_FACTORS, device_bytes, key=peak_bytes)
+    name, got = "expert_room", f"{room:g}"
+    if not room:
+        name, got = "capacity_factor", "no capacity"
+    got = f"{got}, with which a rank takes up to {bytes_text(needed)}"
+    _refuse_to_fit(setup, device_bytes, name, got)
+
+
+def check_room(setup: RunSetup, room: float, device_bytes: int = 0) -> None:
+    """Refuse steps with a room for rows of experts that a device does not hold.
+
+    Args:
+        setup: of the run.
+        room: what steps are to have from now on; 0: for the worst case.
+        device_bytes: the memory of a device; 0: of the GPU of this process, if it has one.
+
+    Raises:
+        ValueError: with the memory that they take, and the largest room that fits.
+    """
+    mesh = setup.mesh
+    on_gpu = isinstance(mesh, BoundMesh) and mesh.device_type == "cuda"
+    if not device_bytes and setup.is_compiled and on_gpu:
+        current = torch.cuda.current_device()
+        device_bytes = torch.cuda.get_device_properties(current).total_memory
+    if not device_bytes or (needed := peak_bytes_with(setup, room)) <= device_bytes:
+        return
+    said = f"{room:g} times balanced rows" if room else "all rows of all ranks"
+    got = f"{said}, as routing needs, with which a rank takes up to {bytes_text(needed)}"
+    _refuse_to_fit(setup, device_bytes, "expert_room", got)
+
+
+def peak_bytes_with(setup: RunSetup, room: float, capacity_factor: float = 0.0) -> int:
+    """`step_peak_bytes` of a step with this room for rows of experts, or with a capacity.
+
+    Args:
+        setup: of a run of a GPT with experts.
+        room: of `functron.nn.moe.room.ROOMS`; 0: for the worst case.
+        capacity_factor: of the model's experts.
+    """
+    model, config = setup.config.gpt, setup.config
+    assert model.moe is not None
+    limited = replace(model, moe=replace(model.moe, capacity_factor=capacity_factor))
+    compute = replace(config.compute, expert_room=room)
+    return step_peak_bytes(
+        make_setup(replace(config, gpt=limited, compute=compute), setup.plain_mesh)
+    )
+
+
+def _refuse_to_fit(setup: RunSetup, device_bytes: int, name: str, got: str) -> NoReturn:
+    """Raise ValueError for experts that a device does not hold, with what it does hold."""
+    tries = functools.partial(peak_bytes_with, setup)
+    fits = bisect.bisect_right(_FITTING, device_bytes, key=tries)
     fix = "more ranks for experts (ep) or fewer tokens a microbatch (microbatches)"
+    factors = bisect.bisect_right(_FACTORS, device_bytes, key=lambda x: tries(0.0, x))
+    if factors:
+        fix = f"capacity_factor={_FACTORS[factors - 1]:g} of the model's moe fits; or {fix}"
     if fits:
-        fix = f"capacity_factor={_FACTORS[fits - 1]:g} of the model's moe fits; or {fix}"
-    got = f"no capacity, with which a rank takes up to {bytes_text(needed)}"
+        fix = f"expert_room={_FITTING[fits - 1]:g} fits, if routing is as even as that; or {fix}"
     wanted = f"at most the {bytes_text(device_bytes)} of a device"
-    refuse("a step does not fit in memory", "capacity_factor", got, wanted, fix)
+    refuse("a step does not fit in memory", name, got, wanted, fix)
 
 
 def pipeline_cost(setup: RunSetup) -> PipelineCost:

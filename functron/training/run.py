@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -34,11 +35,12 @@ from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.spmd.flight import EVERYWHERE
 from functron.training import data, run_folder
 from functron.training.config import TrainConfig, configure
-from functron.training.costs import check_expert_memory
+from functron.training.costs import check_expert_memory, check_room
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
 from functron.training.loop import At, LoopHook, Request, close_with, end_process
 from functron.training.records import Reporter
 from functron.training.resume import restore_state
+from functron.training.rooms import LearnedRoom, with_rooms
 from functron.training.setup import RunSetup, Watch, make_setup, offload_problems
 from functron.training.step import State
 
@@ -300,16 +302,25 @@ def programs(
     made: RunSetup, around: Callable[[Callable], Callable] | None = None
 ) -> tuple[Callable, Watch | None]:
     """The step of a set-up, and that which measures layers; compiled where it says so."""
-    config, watch = made.config, made.watch
+    watch, room = made.watch, made.room
 
-    def complete(step: Callable) -> Callable:
-        if made.is_compiled and made.rank is None:  # stages on processes compile each alone
-            sizes, graph = len(config.data.batches.sizes), config.compute.cuda_graph
-            step = jit(step, donate=0, num_signatures=sizes, graph=graph)
+    def complete(step: Callable, room: float | None) -> Callable:
+        # stages on processes compile each alone, as steps do that may be taken again
+        if made.is_compiled and made.rank is None and not room:
+            step = jit(step, donate=0, **made.jit_settings)
         return step if around is None else around(step)
 
-    measured = None if watch is None else dataclasses.replace(watch, step=complete(watch.step))
-    return complete(made.step), measured
+    if not room:
+        measured = watch and dataclasses.replace(watch, step=complete(watch.step, room))
+        return complete(made.step, room), measured
+    rooms = LearnedRoom(room, functools.partial(check_room, made))
+
+    def find_step(measures: bool, room: float) -> Callable:
+        other = dataclasses.replace(made, learned_room=room)
+        return complete(other.watch.step if measures and other.watch else other.step, room)
+
+    step, measured = (with_rooms(functools.partial(find_step, x), rooms) for x in (False, True))
+    return step, watch and dataclasses.replace(watch, step=measured)
 
 
 def begin_state(

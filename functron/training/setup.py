@@ -26,6 +26,7 @@ from functron.models.decoder import with_histories
 from functron.models.family import Family
 from functron.models.lora import lora_defs, trainable
 from functron.models.options import ModelOptions
+from functron.nn.moe.room import room_at_least
 from functron.ops import use
 from functron.ops.nvrtc import Defines, KernelSource, names, read, variants_of
 from functron.ops.operations import TYPES
@@ -61,6 +62,7 @@ from functron.spmd.params import (
 from functron.spmd.spec import validate, without_axes
 from functron.training.config import TrainConfig
 from functron.training.data import target_length
+from functron.training.rooms import is_too_full
 from functron.training.step import (
     State,
     grad_norm_of,
@@ -77,6 +79,7 @@ from functron.transforms import (
     frozen,
     gathered_once,
     mean_gradients,
+    retaken,
     scattered,
     with_targets,
     without_targets,
@@ -140,11 +143,14 @@ class RunSetup:
         config: of the run.
         mesh: simulated, or bound to processes.
         whole_defs: the definitions of the model's parameters, with those of LoRA where it has any.
+        learned_room: what steps have for rows of experts, of `functron.nn.moe.room.ROOMS`, in place
+            of compute.expert_room; None: that.
     """
 
     config: TrainConfig
     mesh: Mesh | BoundMesh
     whole_defs: dict
+    learned_room: float | None = None
 
     # --- the model
 
@@ -214,6 +220,19 @@ class RunSetup:
             settings["matmul"] = nn.Matmul(*made, *kind)
         own: dict[str, Any] = {k: v for k, v in settings.items() if k in self.family.settings}
         return ModelOptions(self.stream, config.compute.remat, gather, **own)
+
+    @property
+    def room(self) -> float | None:
+        """The room for rows of experts in steps, as of `ModelOptions.expert_room`.
+
+        Processes that do not compile have room for the rows that came; there it is only measured.
+        """
+        first = self.config.compute.expert_room
+        if not first or not has_experts(self.config):
+            return None
+        if isinstance(self.mesh, BoundMesh) and not self.is_compiled:
+            return 0.0
+        return room_at_least(first) if self.learned_room is None else self.learned_room
 
     @cached_property
     def encode(self) -> Callable | None:
@@ -310,7 +329,7 @@ class RunSetup:
         self, part: Part, params: tree.Tree, x: Any, batch: Any, key: Any, total: Any, watch=False
     ) -> Any:
         """The output of a pipeline stage; of the last one, its loss divided by `total`."""
-        options = replace(self.options, watch=watch)
+        options = replace(self.options, watch=watch, expert_room=self.room)
         y = gpt.stage_loss(self.config.gpt, part, params, x, batch, options, key=key)
         if not part.loss:
             return y
@@ -510,6 +529,12 @@ class RunSetup:
     # --- the step
 
     @property
+    def jit_settings(self) -> dict[str, Any]:
+        """Settings of `functron.jit` for the step."""
+        sizes, graph = len(self.config.data.batches.sizes), self.config.compute.cuda_graph
+        return {"num_signatures": sizes, "graph": graph}
+
+    @property
     def is_compiled(self) -> bool:
         """Whether steps are compiled."""
         return self.choose_compiled()[0]
@@ -593,7 +618,7 @@ class RunSetup:
 
     def overflowing(self, state: State, batch: Any) -> list[str]:
         """The layers whose gradients are not finite; takes a step, which consumes the state."""
-        watch = self.watching()
+        watch = replace(self, learned_room=0.0).watching()
         _, metrics = watch.step(state, batch)
         norms = watch.layers(metrics).items()
         return [name for name, row in norms if not math.isfinite(row.get("grad_norm", 0.0))]
@@ -613,7 +638,10 @@ class RunSetup:
         chosen, _ = tree.partition(self.whole_defs, self.trained(self.whole_defs))
         return optim.layers_of(tree.partition(chosen, weight_mask(self.whole_defs))[0], rows)
 
-    def _step(self, layers: optim.Layers | None, *, idle: bool = False) -> Callable:
+    def _step(
+        self, layers: optim.Layers | None, *, idle: bool = False, whole: bool = False
+    ) -> Callable:
+        """The step, of one program if it is to be `whole`, which then has room enough."""
         watch = layers is not None
         compiled = self.is_compiled and not idle
         of = self._stages(watch, compiled=compiled) if self.is_pipelined else self._loss(watch)
@@ -622,6 +650,10 @@ class RunSetup:
             gradients = without_targets(gradients)
         elif not self.reads_targets:
             gradients = with_targets(gradients)
+        if self.room and not (idle or whole):
+            settings = self.jit_settings if compiled and self.rank is None else None
+            useless = functools.partial(is_too_full, self.room)
+            gradients = retaken(gradients, useless, settings=settings)
         counted = weight_mask(self.defs)
         kernels = use(self.config.compute.kernels)
         metrics = [grad_norm_of(counted, kernels), *self.config.logging.own_metrics]
@@ -640,7 +672,7 @@ class RunSetup:
     def _loss(self, watch: bool) -> GradientFunction:
         watch = watch and self.family.name == "gpt"  # others do not measure the residual stream
         details = watch or self.family.has_details(self.model)
-        options = replace(self.options, watch=watch)
+        options = replace(self.options, watch=watch, expert_room=self.room)
         summed: Callable = gpt.loss_and_details if details else self.family.loss
 
         def loss(params, batch, key):
@@ -728,7 +760,7 @@ class RunSetup:
         if config.data.packed:
             batch |= {"positions": tokens, "segments": tokens}
         state = self.init(random.key(config.seed).to("meta"))
-        return trace(self.step, donate=0)(state, batch)
+        return trace(self._step(None, whole=True), donate=0)(state, batch)
 
 
 _FUSED = "queries with keys and values, gates with what they multiply"
@@ -779,10 +811,16 @@ _APART: tuple[tuple[Callable[[RunSetup], bool], str], ...] = (
 """Why a run on GPUs leaves projections apart by itself."""
 
 
+def has_experts(config: TrainConfig) -> bool:
+    """Whether the model is a GPT with experts."""
+    return config.family.name == "gpt" and config.gpt.moe is not None
+
+
 def _divides_experts(made: RunSetup) -> bool:
     moe = made.config.gpt.moe if made.family.name == "gpt" else None
     axes = made.config.parallelism.expert_axis_names
     sent = moe is not None and moe.dispatch == "alltoall" and not moe.capacity_factor
+    sent = sent and not made.config.compute.expert_room
     return sent and math.prod(made.mesh[axis] for axis in axes) > 1
 
 
@@ -799,8 +837,8 @@ _COMPILED = (
     ),
     Need(
         lambda made: not _divides_experts(made),
-        "experts with a capacity: compiled ones have room for all ranks' tokens on each",
-        "set gpt.moe.capacity_factor, or add --compile",
+        "experts with a bounded room: compiled ones have it for all ranks' tokens on each",
+        "set expert_room or gpt.moe.capacity_factor, or add --compile",
     ),
 )
 """The needs of a `RunSetup` for its steps to be compiled by themselves."""

@@ -274,8 +274,8 @@ def _copy_part(value: Any, kept: Collection[Any]) -> Any:
 
 _TAKEN = frozenset({
     "loss", "aux", "targets", "loss_scale", "stuck", "updates", "step", "lr", "tokens",
-    "tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes", "samples", "sources", "batch",
-    "eval",
+    "tokens_per_second", "expert_room", "reruns", "step_seconds", "mfu", "peak_memory_bytes",
+    "samples", "sources", "batch", "eval",
 })  # fmt: skip
 """Names that steps use in their metrics, or runs in their records."""
 
@@ -424,8 +424,9 @@ def map_step(
 ) -> Callable:
     """The step of all ranks: ``update(state, *compute(state, batch))``, mapped over `mesh`.
 
-    It is one program. Where a pipeline's stages are compiled on a bound mesh it is two: `compute`
-    returns every rank's own gradients, which are the inputs of `update`, compiled separately.
+    It is one program. Where a pipeline's stages are compiled on a bound mesh, and where gradients
+    are `retaken` and compiled, it is two: `compute` returns every rank's own gradients, which are
+    the inputs of `update`, compiled separately.
 
     Args:
         compute: ``(state, batch) -> (found, grads, num_targets)`` of a rank, before gradients are
@@ -444,11 +445,17 @@ def map_step(
     """
     compat.keep_freed_memory()
     look = check_sum(g, mesh, specs, batch_specs) if g.checks_sum else None
-    if g.compile is not None and isinstance(mesh, BoundMesh):
+    # where each rank has stages of its own
+    if g.compile is not None and g.stages is not None and isinstance(mesh, BoundMesh):
         return _two_programs(compute, update, g, mesh, layout, batch_specs, look)
+    if g.compile is not None and g.is_useless is not None:
+        return _two_compiled(compute, update, g, mesh, layout, batch_specs, look)
 
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
-        return update(state, *compute(state, batch))
+        found, grads, num_targets = compute(state, batch)
+        if g.found_useless(found):
+            return state, found
+        return update(state, found, grads, num_targets)
 
     over: dict[str, Any] = {"stages": g.stages, "donate": 0, "replicated_over": replicated_over}
     mapped = shard_map(step, mesh, (layout, batch_specs), (layout, P()), **over)
@@ -479,10 +486,60 @@ def _two_programs(
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
         with JointCall("step", mesh, alike=False):  # an interrupt cannot fall between the two
             found, grads, num_targets = made(state, batch)
+            if g.found_useless(found):
+                return state, found
             state, more = (left if g.lacks_targets(num_targets) else taken)(state, grads)
             if look is not None:
                 look(state, batch)
         return state, {**found, **more}
+
+    return step
+
+
+def _two_compiled(
+    compute: Callable,
+    update: Callable,
+    g: BoundGradients,
+    mesh: Mesh | BoundMesh,
+    layout: State,
+    batch_specs: tree.Tree,
+    look: Callable | None,
+) -> Callable:
+    """`_two_programs` where all ranks run the same, both compiled."""
+    own = P(tuple(name for name in mesh.axis_names if name != g.stages))
+    split = functools.partial(shard_map, mesh=mesh, stages=g.stages, check=False)
+    settings: dict[str, Any] = dict(g.compile or {})
+
+    def compute_own(state: State, batch: tree.Tree) -> tuple:
+        found, grads, num_targets = compute(state, batch)
+        return found, tree.map(lambda leaf: leaf.unsqueeze(0), grads), num_targets
+
+    def finish(
+        lacks: int | None, state: State, found: dict, grads: tree.Tree
+    ) -> tuple[State, dict]:
+        return update(state, found, tree.map(lambda leaf: leaf.squeeze(0), grads), lacks)
+
+    def finishing(lacks: int | None) -> Callable:
+        over = (layout, P(), own)
+        made = functools.partial(finish, lacks)
+        return split(made, in_specs=over, out_specs=(layout, P()), donate=0)
+
+    made: Any = split(compute_own, in_specs=(layout, batch_specs), out_specs=(P(), own, P()))
+    if g.targets == "read":
+        count = split(g.num_targets, in_specs=(batch_specs,), out_specs=P())
+        made.aside = lambda args: g.lacks_targets(count(args[1])) is True
+    first = jit(made, **settings)
+    taken, left = jit(finishing(None), donate=0, **settings), finishing(0)
+
+    def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
+        with JointCall("step", mesh, alike=False):
+            found, grads, num_targets = first(state, batch)
+            if g.found_useless(found):
+                return state, found
+            state, found = (left if g.lacks_targets(num_targets) else taken)(state, found, grads)
+            if look is not None:
+                look(state, batch)
+        return state, found
 
     return step
 

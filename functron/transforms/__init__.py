@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         gathered_once,
         mean_gradients,
         nesting_table,
+        retaken,
         scattered,
         with_targets,
         with_view,

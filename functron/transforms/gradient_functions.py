@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from functron.core import tree
-from functron.core.errors import Problem, public, raise_problems
+from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.scopes import named_scope
 from functron.core.tables import table
 from functron.program.recorder import active, readable
@@ -94,7 +94,9 @@ class BoundGradients:
         draws: whether the loss draws random numbers; otherwise its key is None.
         copies: how many ranks of a pipeline hold each parameter.
         stages: the axis of a pipeline's ranks; None: there is no pipeline.
-        compile: settings of the compiled programs of a pipeline on processes; None: not compiled.
+        compile: settings of the compiled programs of a step of several: of a pipeline on processes,
+            and of `retaken` gradients; None: they are not compiled.
+        is_useless: as of `retaken`; None: gradients are always of use.
     """
 
     compute: Callable[..., tuple[tuple[Any, Mapping[str, Any]], tree.Tree]]
@@ -110,6 +112,7 @@ class BoundGradients:
     copies: tree.Tree = 1
     stages: str | None = None
     compile: Mapping[str, Any] | None = None
+    is_useless: Callable[[Mapping[str, Any]], torch.Tensor] | None = None
 
     def __call__(
         self,
@@ -160,6 +163,24 @@ class BoundGradients:
     def sums_in(self) -> torch.dtype | None:
         """The dtype to sum gradients over ranks in; None: their own."""
         return self.reduce_dtype or self.dtype
+
+    def found_useless(self, found: Mapping[str, Any]) -> bool:
+        """Whether these gradients are to be thrown away: read on the host, which waits for a GPU.
+
+        Args:
+            found: the loss and the auxiliary values beside them.
+
+        Raises:
+            ValueError: it cannot be read, in a program that is traced, compiled or transformed.
+        """
+        if self.is_useless is None:
+            return False
+        useless = self.is_useless(found)
+        if not readable(useless):
+            got, wanted = "it in a program that is traced or transformed", "it read by the host"
+            fix = "retaken(g, is_useless, settings={}), whose step is two compiled programs"
+            refuse("a step that may be taken again", "retaken", got, wanted, fix)
+        return bool(useless)
 
     def lacks_targets(self, num_targets: Any) -> bool | torch.Tensor:
         """Whether a batch has none: read on the host, which waits for a GPU, unless it is known.
@@ -542,6 +563,33 @@ def without_targets(g: GradientFunction) -> GradientFunction:
     return _with_change(g, "without_targets", change)
 
 
+@public
+def retaken(
+    g: GradientFunction,
+    is_useless: Callable[[Mapping[str, Any]], torch.Tensor],
+    *,
+    settings: Mapping[str, Any] | None = None,
+) -> GradientFunction:
+    """`g`, whose step leaves the state as it is where gradients are useless, to be taken again.
+
+    >>> mean = ft.mean_gradients(lambda w, x, key: (w * x).sum(), torch.count_nonzero)
+    >>> retaken(mean, lambda found: found["loss"].isnan())
+    retaken(mean_gradients)
+
+    Args:
+        is_useless: of the mean ``loss`` and ``aux``, whether something had not enough room: a bool,
+            0-dim, the same on all ranks. The host reads it in every step, before the update.
+        settings: of `functron.jit`, for a step of two compiled programs, with that in between;
+            None: as `g` has them, which without a pipeline is not compiled, nor to be.
+    """
+
+    def change(bound: BoundGradients) -> BoundGradients:
+        own = bound.compile if settings is None else settings
+        return replace(bound, is_useless=is_useless, compile=own)
+
+    return _with_change(g, "retaken", change)
+
+
 def gather_parameters(params: tree.Tree, specs: tree.Tree, into: tree.Tree) -> tree.Tree:
     """The parameters gathered over the axes that `specs` mention and `into` does not.
 
@@ -577,7 +625,7 @@ def _with_view(g: GradientFunction, view: View) -> GradientFunction:
 _ORDER = ("encoded", "gathered_once", "frozen", "scattered", "accumulated")
 """The wrappers, in the order in which they stand around one another, outermost first."""
 
-_WHOLE = ("wrap_gradients", "with_targets", "without_targets")
+_WHOLE = ("wrap_gradients", "with_targets", "without_targets", "retaken")
 """Those that change what is bound, in any order."""
 
 _REASONS: Mapping[str, str] = MappingProxyType({

@@ -647,9 +647,20 @@ def _list_notes(step: PlannedStep, lanes: Sequence[Lane]) -> Iterator[str]:
     if lanes and shown < of:
         yield f"the timeline shows {shown:,} of {of:,} forwards of a rank"
     if config.moe is not None:
-        yield "tokens are assumed to be balanced among experts"
+        yield f"tokens are assumed to be balanced among experts{_describe_room(step)}"
     if config.score_cap:
         yield "attention with capped scores is costed as on CPUs: unfused, in chunks"
+
+
+def _describe_room(step: PlannedStep) -> str:
+    """The rows for which a rank's experts have room in memory, where ranks divide experts."""
+    options, moe = step.pieces.options, step.pieces.config.moe
+    divided = any(step.mesh[axis] > 1 for axis in options.expert_axes)
+    if not divided or moe is None or moe.capacity_factor:
+        return ""
+    room = options.expert_room
+    said = f"{room:g} times as many rows (expert_room)" if room else "all rows of all ranks"
+    return f", and memory to have room for {said} on a rank's"
 
 
 def _count_flops(step: PlannedStep) -> tuple[float, float, float]:

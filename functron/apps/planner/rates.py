@@ -32,7 +32,7 @@ from functron.models import gpt
 from functron.models.config import GPTConfig
 from functron.models.options import DEFAULTS, ModelOptions
 from functron.pipeline.stage_backward import StageCall, trace_stage
-from functron.program.cost import equation_bytes, equation_flops, walk_dearest
+from functron.program.cost import equation_bytes, equation_flops, find_filled, walk_dearest
 from functron.program.equations import Block, Code, ControlFlow, Equation, Var
 from functron.program.overlap import arrange_block
 from functron.program.text import axis_of, payload_bytes
@@ -229,25 +229,6 @@ def fuse_program(program: Code, software: Software) -> FusedProgram:
                     found[product] = found[product]._replace(num_bytes=more)
                     found.update(dict.fromkeys(chain, EquationWork("nothing", kernels=0)))
     return FusedProgram(made, MappingProxyType(found))
-
-
-def find_filled(block: Block) -> dict[Equation, float]:
-    """By product of experts, the average fraction of its rows that have tokens.
-
-    A ragged exchange has room for all tokens; on average as many come as were sent.
-    """
-    rooms = {}
-    for equation in block.equations:
-        if equation.name == "ragged_all_to_all":
-            sent, room = equation.operands[0].shape[0], equation.results[0].shape[0]
-            if sent < room:
-                rooms[room] = sent / room
-    return {
-        equation: rooms[rows]
-        for equation in block.equations
-        if equation.name.startswith("grouped_matmul")
-        and (rows := equation.operands[0].shape[0]) in rooms
-    }
 
 
 def count_empty_flops(program: Code) -> float:

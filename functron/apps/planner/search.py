@@ -870,10 +870,11 @@ def trace_run(made: RunSetup, rows: int) -> TracedPieces:
     left_out = {"pp", "dp", "fsdp"} - {*(over if divided else ())}
     axes = {axis: n for axis, n in made.plain_mesh.axes if axis not in left_out}
     split = made.mesh["pp"] > 1 and config.parallelism.schedule in _SPLIT
+    room = replace(made, mesh=made.plain_mesh).room  # that processes have for the rows that came
     return trace_pieces(
         replace(config.gpt, fused_projections=bool(joined_params(made.whole_defs))),
         Mesh(**axes),
-        replace(made.options, gather=gpt.WHOLE),
+        replace(made.options, gather=gpt.WHOLE, expert_room=room),
         rows=rows,
         seq=config.data.seq,
         gather=config.parallelism.gather if divided else "step",

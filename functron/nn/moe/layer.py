@@ -23,8 +23,9 @@ up. Weights never leave the rank of their token, so the router's gradient arises
 
 The first sends k copies of a token, the second n: gathering is for few ranks, or for many experts
 to a token. Shapes are static: results have room for the worst case, all tokens of all ranks on one
-rank's experts, but what is sent between processes, and what is multiplied, are real rows alone. The
-experts are feed-forward layers in three stacked weights.
+rank's experts, or for as many rows as `functron.nn.moe.room` bounds them to; what is sent between
+processes, and what is multiplied, are real rows alone. The experts are feed-forward layers in three
+stacked weights.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ from functron.nn.layers import (
     widen,
 )
 from functron.nn.moe.config import ExpertDispatch, MoEConfig
+from functron.nn.moe.room import fit_rows
 from functron.nn.moe.router import (
+    FilledSums,
     Router,
     RouterInput,
     RouterSums,
@@ -69,6 +72,7 @@ from functron.nn.moe.router import (
     route,
     route_by,
     router_defs,
+    split_further,
     statistics,
 )
 from functron.ops.glu import SWIGLU_LIMIT, SWIGLU_SLOPE, glu_linear, halves
@@ -365,6 +369,7 @@ def dispatched(
     axes: tuple[str, ...] = ("ep",),
     kind: ExpertDispatch = "alltoall",
     per_expert: int | None = None,
+    most_rows: int | None = None,
     meanwhile: Callable[[], None] = lambda: None,
     kernels: Kernels = AUTO,
 ) -> Float[Tensor, "tokens out_dim"]:
@@ -382,6 +387,8 @@ def dispatched(
         kind: see the module.
         per_expert: the most tokens among one rank's N that an expert can have, where routing limits
             them (capacity); it makes results smaller. None: all N.
+        most_rows: the most kept rows that any rank gets, or passes on, whatever the data, as
+            `fit_rows` sees to. None: all of all ranks.
         meanwhile: called when tokens are on their way to other ranks, before they are waited for:
             other work, such as an expert of all tokens.
         kernels: of ``"moe_permute"`` and ``"moe_sort"``.
@@ -404,9 +411,10 @@ def dispatched(
     most = x.shape[0] if per_expert is None else min(per_expert, x.shape[0])
     if ranks > 1 and kind == "gather":
         meanwhile()
-        return _gather_tokens(
-            x, experts, weights, kept, compute, num_experts // ranks, axes, most, kernels
-        )
+        local = num_experts // ranks
+        rows = min(experts.shape[0] * ranks * min(experts.shape[1], local), local * most * ranks)
+        rows = rows if most_rows is None else min(rows, most_rows)
+        return _gather_tokens(x, experts, weights, kept, compute, local, axes, rows, kernels)
     rows = min(experts.numel(), num_experts * most)
     order = sort_by_expert(experts, kept, num_experts, rows=rows, kernels=kernels)
     permuted = permute(x, order, kernels=kernels)
@@ -415,7 +423,9 @@ def dispatched(
         made = compute(permuted, order.sizes)
     else:
         room = min(x.shape[0] * experts.shape[1], num_experts // ranks * most)
-        made = _exchange_rows(permuted, order.sizes, compute, axes, ranks, room, meanwhile, kernels)
+        made = _exchange_rows(
+            permuted, order.sizes, compute, axes, ranks, room, most_rows, meanwhile, kernels
+        )
     return unpermute(made, weights, order, kernels=kernels).to(x.dtype)
 
 
@@ -426,6 +436,7 @@ def _exchange_rows(
     axes: tuple[str, ...],
     num_ranks: int,
     room: int,
+    most_rows: int | None,
     meanwhile: Callable[[], None],
     kernels: Kernels,
 ) -> Tensor:
@@ -436,19 +447,24 @@ def _exchange_rows(
     capacity = num_ranks * room
     if capacity > _PADDED * rows.shape[0]:  # of static sizes: the same on all ranks
         room = 0
+    if most_rows is not None:
+        capacity = min(capacity, most_rows)
     found = lookup(axes)
     ranks = tuple(axis.size for axis in found)
     by_rank = tuple(range(len(ranks) + 1))  # dims of sizes: the other rank, then the expert there
     by_expert = (by_rank[-1], *by_rank[:-1])
     outgoing = sizes.view(*ranks, sizes.shape[0] // lax.axis_size(axes))
     there, incoming, layout = exchange(
-        rows, outgoing, found, capacity=capacity, room=room, wait=False
+        rows, outgoing, found, capacity=capacity, room=room, wait=False, passing=most_rows
     )
     meanwhile()
     there = _reorder_rows(wait_for_rows(there, found), incoming, layout, by_expert, kernels)
     made = compute(there, incoming.flatten(0, -2).sum(0))
     made = _reorder_rows(made, incoming, by_expert, by_rank, kernels)
-    back, returned, layout = exchange(made, incoming, found, capacity=rows.shape[0], room=room)
+    back, returned, layout = exchange(
+        made, incoming, found, capacity=rows.shape[0], room=room, passing=most_rows,
+        backwards=most_rows is not None,
+    )  # fmt: skip
     back = _reorder_rows(back, returned, layout, by_rank, kernels)
     missing = rows.shape[0] - back.shape[0]  # processes return only what they were sent
     return torch.cat([back, back.new_zeros(missing, back.shape[1])]) if missing else back
@@ -475,17 +491,16 @@ def _gather_tokens(
     compute: Compute,
     local: int,
     axes: tuple[str, ...],
-    most: int,
+    rows: int,
     kernels: Kernels,
 ) -> Tensor:
     """All tokens on every rank, which adds up what its own experts make of them."""
-    ranks, dtype = lax.axis_size(axes), x.dtype
+    dtype = x.dtype
     x, experts, weights, kept = (
         lax.all_gather(value, axes, tiled=True) for value in (x, experts, weights, kept)
     )
     here = experts - lax.axis_index(axes) * local
     mine = kept & (here >= 0) & (here < local)
-    rows = min(x.shape[0] * min(experts.shape[1], local), local * most * ranks)
     here = torch.where(mine, here, 0)
     order = sort_by_expert(here, mine, local, rows=rows, kernels=kernels)
     weights = torch.where(mine, weights, torch.zeros_like(weights))
@@ -524,7 +539,7 @@ def mixture(
         activation, matmul: see `experts`.
         axis: the mesh axis that splits the hidden dim, if it is none of `axes`: results are then
             parts of a sum over its ranks.
-        options: `kind` and `per_expert` of `dispatched`.
+        options: `kind`, `per_expert` and `most_rows` of `dispatched`.
 
     Returns:
         y in x's dtype. Collectives: those of `dispatched`.
@@ -606,9 +621,10 @@ def moe(
     key: Key | None = None,
     axis: str = "tp",
     router: Router | None = None,
+    room: float | None = None,
     kernels: Kernels = AUTO,
     matmul: Matmul = MATMUL,
-) -> tuple[Float[Tensor, "batch seq embed"], Scalar, RouterSums]:
+) -> tuple[Float[Tensor, "batch seq embed"], Scalar, RouterSums | FilledSums]:
     """y = sum over a token's experts of weight times expert of x, plus the shared expert of x.
 
     Args:
@@ -622,13 +638,16 @@ def moe(
         axes: the mesh axes that split experts; tokens are split by each of them as well.
         axis: the tensor-parallel axis.
         router: one of your own, in place of `route` and `auxiliary`; see `Router`.
+        room: for how many rows a rank's experts have room, as a multiple of those that a rank
+            sends, of `ROOMS`; 0: the worst case. None: that, and `FilledSums.fill` is not measured.
+            Where that says that it was too small, all results are of no use.
         kernels: those of `route`, `dispatched`, `experts` and `nn.mlp`.
         matmul: computes the products of `experts` and `nn.mlp`; the router's is torch's.
 
     Returns:
         y: ``[batch, seq, embed]`` with spec `stream`.
         share: this rank's share of auxiliary losses; see `auxiliary`.
-        sums: what routing did; see `statistics`.
+        sums: what routing did; see `statistics`, with `room` also how full ranks were.
         Collectives: those of `route`, `dispatched` and `auxiliary`, or of the router; over `axis`
         those in the table of the module, of rows as wide as the experts' input; those of `nn.mlp`
         for the shared one.
@@ -658,14 +677,15 @@ def moe(
         if config.shared_dim:
             shared.append(_run_shared_expert(params, x, activation, stream=stream, **own))
 
-    y = _run_experts(
+    y, fill = _run_experts(
         params["experts"], narrow, routing, config, stream=stream, activation=activation,
-        axes=axes, meanwhile=meanwhile, **own,
+        axes=axes, meanwhile=meanwhile, room=room, **own,
     )  # fmt: skip
     if config.latent_dim:
         y = y @ params["latent"]["up"]["w"]
     y = sum(shared, y)
-    return y, share, statistics(routing, config, counted=counted, stream=stream)
+    sums = statistics(routing, config, counted=counted, stream=stream)
+    return y, share, sums if fill is None else FilledSums(*sums, fill)
 
 
 def _run_experts(
@@ -677,9 +697,10 @@ def _run_experts(
     stream: P,
     axes: tuple[str, ...],
     axis: str,
+    room: float | None,
     **options: Any,
-) -> Tensor:
-    """The weighted sum of each token's experts; with spec `stream`."""
+) -> tuple[Tensor, Tensor | None]:
+    """The weighted sum of each token's experts, with spec `stream`; and `FilledSums.fill`."""
     parts = 1 if axis in axes else lax.axis_size(axis)
     chosen = (routing.experts, routing.weights, routing.kept)
     if parts > 1:
@@ -692,19 +713,29 @@ def _run_experts(
         limit = capacity(config, competing(config, batch, routing.experts.shape[SEQ_DIM], stream))
         over_batch = config.capacity_over == "batch"
         most = min(limit, batch * seq) if over_batch else batch * min(limit, seq)
-
+    taken, weights, kept = (value.flatten(0, 1) for value in chosen)
+    fill, most_rows = None, None
+    if room is not None:
+        limits: Any = {"num_experts": config.num_experts, "axes": axes}
+        limits["most"] = batch * seq if most is None else most
+        kept, most_rows, fill = fit_rows(taken, kept, room, **limits)
+        # ranks of further axes that split the sequence have tokens, and experts, of their own
+        fill = lax.psum(fill, tuple(name for name in split_further(stream) if name in axes))
     y = mixture(
         params,
         x.flatten(0, 1),
-        *[value.flatten(0, 1) for value in chosen],
+        taken,
+        weights,
+        kept,
         num_experts=config.num_experts,
         axes=axes,
         axis=axis,
         kind=config.dispatch,
         per_expert=most,
+        most_rows=most_rows,
         **options,
     ).unflatten(0, (batch, seq))
-    return reduce_partial(y, stream, axis) if parts > 1 else y
+    return (reduce_partial(y, stream, axis) if parts > 1 else y), fill
 
 
 def _run_shared_expert(

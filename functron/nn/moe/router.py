@@ -37,6 +37,7 @@ from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 from functron.nn.layers import SEQ_DIM, linear_defs, sequence_axes
 from functron.nn.moe.config import Drop, MoEConfig
+from functron.nn.moe.room import needed_room
 from functron.ops.moe import (
     KernelScore,
     Weighting,
@@ -583,6 +584,24 @@ class RouterSums(NamedTuple):
     entropy: Tensor
 
 
+class FilledSums(NamedTuple):
+    """`RouterSums`, and how full ranks were, where experts have a bounded room.
+
+    Attributes:
+        load, assignments, dropped, unrouted, tokens, entropy: of `RouterSums`.
+        fill: int64 ``[len(ROOMS) + 1]``, for how many ranks and microbatches each room of `ROOMS`
+            was just enough, for all tokens; see `Fit`.
+    """
+
+    load: Tensor
+    assignments: Tensor
+    dropped: Tensor
+    unrouted: Tensor
+    tokens: Tensor
+    entropy: Tensor
+    fill: Tensor
+
+
 def expert_load(
     experts: Int[Tensor, "batch seq choices"],
     taken: Bool[Tensor, "batch seq choices"],
@@ -611,7 +630,12 @@ def over_context(x: Tensor, stream: P) -> Tensor:
     The stream may be split by further axes, under sequence parallelism by the tensor-parallel one:
     one all-reduce over these, so that the result is the same on their ranks either way.
     """
-    return lax.psum(x, tuple(name for name in sequence_axes(stream) if name not in CONTEXT_AXES))
+    return lax.psum(x, split_further(stream))
+
+
+def split_further(stream: P) -> tuple[str, ...]:
+    """The axes that split the stream's sequence besides the context axes."""
+    return tuple(name for name in sequence_axes(stream) if name not in CONTEXT_AXES)
 
 
 def statistics(
@@ -637,13 +661,14 @@ def statistics(
     return RouterSums(*(over_context(x, stream) for x in sums))
 
 
-def summary(sums: RouterSums) -> dict[str, float]:
+def summary(sums: RouterSums | FilledSums) -> dict[str, float]:
     """Rates and ratios of the sums of all ranks, as numbers on the host.
 
     Those of several layers may be stacked on leading dims. ``load_ratio`` is the load of the
     busiest expert over the mean, of the worst layer; ``idle`` the fraction of experts without a
     token; ``drop_rate`` of assignments; ``unrouted_rate`` of tokens; and ``entropy`` the mean over
-    tokens in nats. 0 where there was nothing.
+    tokens in nats. 0 where there was nothing. ``fullest``, if it was measured, is the room that the
+    fullest rank needed, as a multiple of balanced rows (0: more than the largest of `ROOMS`).
     """
     load = sums.load.detach().double()
     mean = load.mean(-1).clamp_min(1e-9)
@@ -657,6 +682,7 @@ def summary(sums: RouterSums) -> dict[str, float]:
         "drop_rate": rate(sums.dropped, sums.assignments),
         "unrouted_rate": rate(sums.unrouted, sums.tokens),
         "entropy": rate(sums.entropy, sums.tokens),
+        **({"fullest": needed_room(sums.fill)} if isinstance(sums, FilledSums) else {}),
     }
 
 

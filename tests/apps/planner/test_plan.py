@@ -69,6 +69,28 @@ def test_the_table_has_the_best_first(output):
         assert mesh["tp"] >= 2
 
 
+def test_plans_say_how_even_routing_is_assumed_to_be(tmp_path, capsys):
+    given = ["plan", "--model", "mixtral-tiny", "--gpus", "8", "--seq", "64", "--global-batch", "16",
+             "--fix", "ep=8,rows=2,remat=none,zero=0", "--explain"]  # fmt: skip
+    held = {}
+    for room, said in {
+        "1.25": "room for 1.25 times as many rows (expert_room)",
+        "0": "room for all rows of all ranks",
+    }.items():
+        more = [] if room == "1.25" else ["--expert-room", room]
+        assert main([*given, *more, "--out", str(tmp_path / f"{room}.toml")]) == 0
+        out = capsys.readouterr().out
+        assert f"tokens are assumed to be balanced among experts, and memory to have {said}" in out
+        config = load(tmp_path / f"{room}.toml")
+        assert config.compute.expert_room == float(room)
+        made = make_setup(config, Mesh.parse(config.parallelism.mesh))
+        held[room] = sum(estimate_run(made, hardware("h100")).memory.values())
+    sizes = [*held.values()]
+    assert sizes == sorted(set(sizes))
+    assert main(["plan", "--model", "llama3-tiny", "--expert-room", "2"]) == 2
+    assert "expert_room" in capsys.readouterr().err
+
+
 def test_explained_parts_add_up_to_the_step(output):
     lines = output.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("part "))

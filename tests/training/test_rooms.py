@@ -1,0 +1,303 @@
+"""Experts with a bounded room: every step has the numbers of one with room for all tokens.
+
+Dense is one rank without a mesh, whose experts have all tokens. Rooms begin at that of balanced
+rows, so that routing that is drawn or made uneven goes over it, on all ranks or on some.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import functron as ft
+from functron import Mesh, gpt, random, tree
+from functron.nn.moe.room import ROOMS, room_at_least
+from functron.optim import OptimizerConfig, ScheduleConfig
+from functron.training import run
+from functron.training.checks import validate
+from functron.training.config import TrainConfig, configure
+from functron.training.costs import check_room, peak_bytes_with, step_peak_bytes
+from functron.training.loop import loop
+from functron.training.rooms import LearnedRoom, with_rooms
+from functron.training.run import programs
+from functron.training.setup import RunSetup, make_setup
+from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL, VOCAB
+
+SEQ, BATCH, STEPS, TOLERANCE = 16, 8, 3, 1e-10
+FULL = 30.0  # a bias in a router that no score reaches
+
+
+def biased(**changes) -> gpt.GPTConfig:
+    assert MIXTRAL.moe is not None
+    return replace(MIXTRAL, moe=replace(MIXTRAL.moe, router_bias=True, **changes))
+
+
+MODELS = {
+    "top-2": biased(),
+    "top-8 of 64": biased(num_experts=64, top_k=8, expert_dim=4, aux_loss=0.0, z_loss=0.0),
+    "group-limited, sigmoid and bias, shared": DEEPSEEK,
+    "capacity, shared, latent": biased(
+        capacity_factor=1.75, shared_dim=8, shared_gate=True, latent_dim=12, renormalise=False
+    ),
+    "gather": biased(dispatch="gather"),
+}
+FOLDED = {"sequence_parallel": True, "expert_axes": "ep,tp"}
+ROWS = [
+    ("ep=4", {}),
+    ("dp=2,ep=2", {"zero": 2}),
+    ("ep=2,tp=2", FOLDED),
+    ("ep=2,tp=2", {"sequence_parallel": True, "remat": "full"}),
+    ("dp=2,cp=2,ep=2", {"expert_axes": "ep,cp"}),
+    ("fsdp=2,ep=2", {"gather": "use"}),
+    ("pp=2,ep=2", {"schedule": "1f1b"}),
+    ("pp=2,ep=2", {"schedule": "zb-h1"}),
+    ("pp=2,ep=2", {"schedule": "combined-1f1b", "chunks": 2, "num_layers": 4}),
+]
+CONFIG = configure(
+    seq=SEQ,
+    global_batch=BATCH,
+    microbatches=2,
+    optimizer=OptimizerConfig(name="sgd", clip_norm=0.0),
+    learning_rate=ScheduleConfig(name="constant", peak=1.0),
+)
+SKEWS = ("even", "half", "one rank", "some samples")
+
+
+def begin(made: RunSetup, skew: str):
+    """A state whose routers send everything to few experts, or half of it to one."""
+    state = made.init(random.key(0))
+    moe = made.config.gpt.moe
+    assert moe is not None
+    few = {"half": 1, "one rank": max(moe.top_k, moe.num_experts // 4)}.get(skew, 0)
+    router = state.params["blocks"]["moe"]["router"]
+    (router["balance"] if "balance" in router else router["b"])[:, :few] = FULL
+    return state
+
+
+def draw_batch(skew: str, index: int = 0) -> dict[str, torch.Tensor]:
+    """Random tokens; or in some samples, of one data rank, the same everywhere."""
+    generator = torch.Generator().manual_seed(1 + index)
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
+    if skew == "some samples":
+        tokens[: BATCH // 2] = 3
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "rows": torch.arange(BATCH)}
+
+
+def configured(name: str, mesh: str, num_layers: int = 2, **fields) -> TrainConfig:
+    model = MODELS[name]
+    model = replace(model, num_layers=model.dense_layers + num_layers)
+    return configure(CONFIG, gpt=model, mesh=mesh, **fields)
+
+
+def take_steps(name: str, skew: str, mesh: str, *layers: int, steps: int = STEPS, **fields):
+    """The change of the parameters, and the metrics of each step; the first one has the skew."""
+    made = make_setup(configured(name, mesh, *layers, **fields), Mesh.parse(mesh))
+    state, (step, _) = begin(made, skew), programs(made)
+    before, history = tree.map(torch.clone, state.params), []
+    for index in range(steps):
+        state, metrics = step(state, draw_batch("even" if index else skew, index))
+        history.append(tree.map(lambda x: x.clone() if torch.is_tensor(x) else x, metrics))
+    assert int(state.step) == steps
+    return tree.map(torch.sub, state.params, before), history
+
+
+@functools.cache
+def dense(name: str, skew: str, num_layers: int = 2, steps: int = 1):
+    return take_steps(name, skew, "", num_layers, steps=steps)
+
+
+def assert_equal(got, want):
+    (moved, history), (moved_wanted, history_wanted) = got, want
+    for metrics, wanted in zip(history, history_wanted, strict=True):
+        assert abs(metrics["loss"] - wanted["loss"]) <= TOLERANCE * abs(wanted["loss"])
+        routers = metrics["aux"]["routers"]
+        for name in ("load", "assignments", "dropped", "tokens"):
+            assert torch.equal(getattr(routers, name), getattr(wanted["aux"]["routers"], name))
+    for path, a, b in zip(tree.paths(moved), *map(tree.leaves, (moved, moved_wanted)), strict=True):
+        error = (a - b).abs().max() / b.abs().max().clamp(min=1e-3)
+        limit = TOLERANCE if b.dtype == torch.float64 else 1e-6  # the balance is float32 always
+        assert error <= limit, f"{path}: {error}"
+
+
+def factors(name, row, skew):
+    return [{"name": name, "skew": skew}, {"row": row, "skew": skew}, {"name": name, "row": row}]
+
+
+def check_step(name, row, skew, **more):
+    mesh, fields = ROWS[row]
+    layers = fields.get("num_layers", 2)
+    fields = {key: value for key, value in fields.items() if key != "num_layers"}
+    got = take_steps(name, skew, mesh, layers, steps=1, expert_room=1.0, **more, **fields)
+    assert_equal(got, dense(name, skew, layers))
+    assert got[1][0]["reruns"] > 0
+    assert got[1][0]["expert_room"] > 1
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Programs are traced as compiled ones are, and run without a compiler."""
+    settings = property(lambda self: {"backend": "eager"})
+    monkeypatch.setattr(RunSetup, "jit_settings", settings)
+
+
+@pytest.mark.pairwise(of=factors)
+@pytest.mark.parametrize("skew", SKEWS)
+@pytest.mark.parametrize("row", range(len(ROWS)), ids=lambda row: f"{row}-{ROWS[row][0]}")
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_are_those_of_all_tokens(name, row, skew):
+    check_step(name, row, skew)
+
+
+def compiled_factors(name, row, skew):
+    return [{"name": name}, {"row": row}, {"skew": skew}]
+
+
+@pytest.mark.pairwise(of=compiled_factors)
+@pytest.mark.parametrize("skew", SKEWS)
+@pytest.mark.parametrize("row", range(len(ROWS)), ids=lambda row: f"{row}-{ROWS[row][0]}")
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_steps_are_those_of_all_tokens(quick, name, row, skew):
+    check_step(name, row, skew, compile=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "checks",
+    [("compiled", "pipeline", "memory"), pytest.param(("more",), marks=pytest.mark.full)],
+    ids="-".join,
+)
+def test_processes(torchrun, checks):
+    done = torchrun(Path(__file__).with_name("gloo_rooms.py"), 4, *checks, timeout=400)
+    for check in checks:
+        assert f"{check}: ok" in done.stdout
+
+
+def test_room_changes_no_bit():
+    """So that a run that goes on, and learns its room anew, has the numbers that it would have."""
+    (moved, history), *others = (
+        take_steps("top-2", "even", "ep=2", expert_room=room) for room in (1.0, 1.5, 2.0)
+    )
+    assert history[0]["reruns"]
+    for other, later in others:
+        assert not later[0]["reruns"]
+        assert [x["loss"] for x in later] == [x["loss"] for x in history]
+        assert all(map(torch.equal, tree.leaves(other), tree.leaves(moved)))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_loop_sees_the_step_that_was_taken_again(ahead):
+    made = make_setup(configured("top-2", "ep=2", expert_room=1.0), Mesh(ep=2))
+    state, (step, _) = begin(made, "half"), programs(made)
+    steps = loop(step, state, lambda at: draw_batch("even", at), steps=STEPS, ahead=ahead)
+    records = [record for _, record in steps]
+    _, dense_history = take_steps("top-2", "half", "")
+    for record, wanted in zip(records, dense_history, strict=True):
+        assert record["loss"] == pytest.approx(wanted["loss"].item(), rel=TOLERANCE)
+    assert records[0]["reruns"] > 0
+    assert records[0]["expert_room"] > 1
+    assert [record["step"] for record in records] == [1, 2, 3]
+
+
+def of_step(needed: float) -> torch.Tensor:
+    """The counts of a step whose fullest rank needed so much room."""
+    fill = torch.zeros(3, len(ROOMS) + 1, dtype=torch.int64)
+    fill[:, 0] = 4
+    fill[1, ROOMS.index(needed) if needed in ROOMS else -1] = 1
+    return fill
+
+
+def test_room_is_learned():
+    """A step is a number: what it needs; the state is the numbers of those that were taken."""
+    made = []
+
+    def make(room):
+        made.append(room)
+
+        def step(state, batch):
+            seen = min(batch, room_at_least(room * 1.5)) if 0 < room < batch < 9 else batch
+            fill = of_step(seen)
+            found = {"aux": {"routers": (fill,)}}
+            enough = room == 0 or batch <= room
+            return ([*state, (batch, room)] if enough else state), found
+
+        return step
+
+    rooms = LearnedRoom(1.0)
+    step, state = with_rooms(make, rooms), []
+    for needed, room, reruns in [
+        (1.0, 1.0, 0),
+        (1.5, 1.625, 1),  # with a margin
+        (1.625, 1.625, 0),
+        (1.75, 1.875, 1),
+        (8.0, 9.0, 3),  # what was cut off at first needed more than was seen
+        (1e6, 0.0, 1),  # more than the largest there is
+        (1.25, 0.0, 0),
+    ]:
+        state, metrics = step(state, needed)
+        assert state[-1] == (needed, room)
+        assert (metrics["expert_room"], metrics["reruns"]) == (room, reruns)
+    assert len(state) == 7
+    for _ in range(64):
+        state, _ = step(state, 1.25)
+    assert rooms.room == 1.375  # as the last ones needed, with a margin
+    for needed in (1.125, 1.25) * 64:
+        state, metrics = step(state, needed)
+        assert metrics["reruns"] == 0
+    assert rooms.room == 1.375  # a little less is not worth another program
+    assert len(made) == len(set(made))  # each is made once
+    assert len(state) == 7 + 64 + 128
+
+
+def test_a_room_that_memory_does_not_hold(monkeypatch):
+    made = make_setup(configured("top-2", "ep=4", expert_room=1.0), Mesh(ep=4))
+    sizes = [peak_bytes_with(made, room) for room in (1.0, 1.25, 2.25)]
+    assert sizes == sorted(set(sizes))
+    check_room(made, 1.25, sizes[1])
+    # before the first program with it is made
+    monkeypatch.setattr(run, "check_room", functools.partial(check_room, device_bytes=sizes[1]))
+    state, (step, _) = begin(made, "one rank"), programs(made)
+    named = r"expert_room: got 2.25 times balanced rows.*takes up to.*wanted at most.*expert_room="
+    with pytest.raises(ValueError, match=named + "1.25 fits"):
+        step(state, draw_batch("one rank"))
+
+
+def test_the_peak_of_a_large_mixture():
+    """With routing as it was measured, at most 1.3 times that of just so many rows."""
+    given = {"mesh": "dp=8,ep=8", "seq": 8192, "global_batch": 64, "precision": "bf16"}
+    config = configure(model="mixtral-8x7b", **given)
+    mesh, imbalance = Mesh(dp=8, ep=8), 1.3
+    learned = LearnedRoom(1.0)
+    learned.enlarge(room_at_least(imbalance))
+    around = [1.25, 1.375, learned.room]
+    peaks = [
+        step_peak_bytes(make_setup(configure(config, expert_room=room), mesh)) for room in around
+    ]
+    just = peaks[0] + (peaks[1] - peaks[0]) * (imbalance - 1.25) / 0.125
+    assert peaks[2] <= 1.3 * just
+    assert peaks[2] < 0.65 * step_peak_bytes(make_setup(config, mesh))
+
+
+def test_steps_cannot_be_transformed_whole():
+    made = make_setup(configured("top-2", "ep=2", expert_room=1.0), Mesh(ep=2))
+    with pytest.raises(ValueError, match=r"retaken\(g, is_useless, settings=\{\}\)"):
+        ft.trace(made.step, donate=0)(begin(made, "even"), draw_batch("even"))
+    program = made.program()  # of real shapes, for what it takes
+    worst = make_setup(configured("top-2", "ep=2"), Mesh(ep=2)).program()
+    assert program.memory().peak_bytes < worst.memory().peak_bytes
+    assert program.cost().model_flops == worst.cost().model_flops
+
+
+@pytest.mark.parametrize("room", [-1.0, 0.5, math.inf])
+def test_impossible_rooms(room):
+    with pytest.raises(ValueError, match=r"expert_room: got .*; wanted 0, or at least 1"):
+        validate(configured("top-2", "ep=2", expert_room=room))
+
+
+def test_rooms_are_of_experts():
+    with pytest.raises(ValueError, match=r"expert_room.*experts"):
+        validate(configure(expert_room=1.25))
