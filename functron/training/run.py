@@ -26,6 +26,7 @@ from functron.compiler.jit import jit
 from functron.core import random, tree
 from functron.core.errors import raise_problems, refuse
 from functron.data import Blend, Samples
+from functron.data.context_schedule import SLACK
 from functron.data.sampling import Gaps, RampUp, drawn, mix
 from functron.ops.launch import arch_of, usable
 from functron.ops.nvrtc import compile_in_background
@@ -35,6 +36,7 @@ from functron.spmd.flight import EVERYWHERE
 from functron.training import data, run_folder
 from functron.training.config import TrainConfig, configure
 from functron.training.costs import check_expert_memory
+from functron.training.dealing import RING_SIZE, map_steps
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
 from functron.training.loop import At, LoopHook, Request, close_with, end_process
 from functron.training.records import Reporter
@@ -110,7 +112,11 @@ class Run:
         """Whether a step, from 0, is one of a new kind, which takes longer: it may compile."""
         size = self.batches.batch_size
         grown = step > self.start and size(step) != size(step - 1)
-        return step == self.start or grown or (self.watch is not None and self.watch.due(step))
+        # stages on processes, which compile as they run, may see a ring for the first time
+        dealt = self.setup.dealer is not None and self.setup.rank is not None
+        if step == self.start or grown or (dealt and self.setup.is_compiled):
+            return True
+        return self.watch is not None and self.watch.due(step)
 
     def samples_of(self, step: int) -> dict[str, Any]:
         """The samples of `step`, for events: ``samples``, ``[first, end]``, and their ``sources``.
@@ -135,14 +141,25 @@ class Run:
     def host_batch(self, step: int) -> dict[str, torch.Tensor]:
         """This process's part of the batch of `step`, in host memory: pinned for a GPU."""
         first, size = self.batches.first_sample(step), self.batches.batch_size(step)
-        batch = own_part(self.mesh, lambda part: drawn(self.text, first, size, part, self.gaps))
+
+        def draw(part: tuple[int, int]) -> dict[str, torch.Tensor]:
+            return drawn(self.text, first, size, part, self.gaps)
+
+        if (dealer := self.setup.dealer) is None:
+            batch = own_part(self.mesh, draw)
+        else:  # which ranks have a document follows from the lengths of all
+            whole = dealer.deal(step, draw((0, 1)))
+            batch = own_part(self.mesh, lambda part: _rows_of(whole, part))
         if self.device.type != "cuda":
             return batch
         return {name: value.pin_memory() for name, value in batch.items()}
 
     def on_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A batch on the device of the state."""
-        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+        """A batch on the device of the state, but for what the host reads."""
+        return {
+            name: value if name == RING_SIZE else value.to(self.device, non_blocking=True)
+            for name, value in batch.items()
+        }
 
     def num_targets(self, host: dict[str, torch.Tensor]) -> int:
         """How many targets a batch in host memory has, or this process's part of one."""
@@ -305,11 +322,14 @@ def programs(
     def complete(step: Callable) -> Callable:
         if made.is_compiled and made.rank is None:  # stages on processes compile each alone
             sizes, graph = len(config.data.batches.sizes), config.compute.cuda_graph
+            sizes *= 1 if made.dealer is None else 1 + len(SLACK)
             step = jit(step, donate=0, num_signatures=sizes, graph=graph)
         return step if around is None else around(step)
 
-    measured = None if watch is None else dataclasses.replace(watch, step=complete(watch.step))
-    return complete(made.step), measured
+    measured = None
+    if watch is not None:
+        measured = dataclasses.replace(watch, step=map_steps(watch.step, complete))
+    return map_steps(made.step, complete), measured
 
 
 def begin_state(
@@ -571,6 +591,12 @@ def own_part(
         name: x.chunk(count, 1)[index].contiguous() if x.dim() > 1 else x
         for name, x in host.items()
     }
+
+
+def _rows_of(whole: Mapping[str, torch.Tensor], part: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """The rows of one of the equal, contiguous parts of a batch."""
+    index, count = part
+    return {name: leaf.chunk(count)[index] for name, leaf in whole.items()}
 
 
 def batch_hash(batch: Mapping[str, torch.Tensor], first_column: int = 0) -> int:

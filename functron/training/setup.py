@@ -61,6 +61,7 @@ from functron.spmd.params import (
 from functron.spmd.spec import validate, without_axes
 from functron.training.config import TrainConfig
 from functron.training.data import target_length
+from functron.training.dealing import Dealer, by_signature, make_dealer, split_ring_size
 from functron.training.step import (
     State,
     grad_norm_of,
@@ -140,11 +141,14 @@ class RunSetup:
         config: of the run.
         mesh: simulated, or bound to processes.
         whole_defs: the definitions of the model's parameters, with those of LoRA where it has any.
+        ring_size: steps are for batches whose documents were dealt, each to at most so many ranks;
+            0: for samples as they are drawn; None: for both, as batches say.
     """
 
     config: TrainConfig
     mesh: Mesh | BoundMesh
     whole_defs: dict
+    ring_size: int | None = None
 
     # --- the model
 
@@ -200,7 +204,7 @@ class RunSetup:
                 reduce_dtype=torch_dtype(config.optimizer.reduce_dtype),
             )
         settings = {
-            "context": gpt.Context(ranks.context, "zigzag" if ranks.zigzag else "contiguous"),
+            "context": self.context,
             "expert_axes": ranks.expert_axis_names,
             "kernels": kernels,
             "loss_chunk_tokens": config.compute.loss_chunk_tokens,
@@ -214,6 +218,20 @@ class RunSetup:
             settings["matmul"] = nn.Matmul(*made, *kind)
         own: dict[str, Any] = {k: v for k, v in settings.items() if k in self.family.settings}
         return ModelOptions(self.stream, config.compute.remat, gather, **own)
+
+    @property
+    def context(self) -> gpt.Context:
+        """How attention reaches across the ranks that split sequences."""
+        ranks = self.config.parallelism
+        if self.ring_size:
+            return gpt.Context(order="balanced", ring_size=self.ring_size)
+        kind = "gather" if ranks.context == "gather" else "ring"
+        return gpt.Context(kind, "zigzag" if ranks.zigzag else "contiguous")
+
+    @cached_property
+    def dealer(self) -> Dealer | None:
+        """Deals the documents of batches to ranks; None where samples stay as they are drawn."""
+        return make_dealer(self.config, self.mesh)
 
     @cached_property
     def encode(self) -> Callable | None:
@@ -614,6 +632,10 @@ class RunSetup:
         return optim.layers_of(tree.partition(chosen, weight_mask(self.whole_defs))[0], rows)
 
     def _step(self, layers: optim.Layers | None, *, idle: bool = False) -> Callable:
+        if self.dealer is not None and self.ring_size is None:
+            return by_signature(
+                lambda ring: replace(self, ring_size=ring)._step(layers, idle=idle), split_ring_size
+            )
         watch = layers is not None
         compiled = self.is_compiled and not idle
         of = self._stages(watch, compiled=compiled) if self.is_pipelined else self._loss(watch)
