@@ -38,6 +38,12 @@ from functron.training.loop import At, LoopHook
 RING_SIZE = "ring_size"
 """The leaf of a dealt batch that says how many ranks exchange keys: int64 ``[rows]``, all equal."""
 
+CHECKSUM = "checksum"
+"""The leaf that says what was dealt: int64 ``[rows]``, whose sum is the checksum of the samples."""
+
+HOST_LEAVES = (RING_SIZE, CHECKSUM)
+"""Leaves of a dealt batch that the host reads, and steps do not get."""
+
 DYNAMIC = "dynamic"
 """The word of `functron.training.config.ParallelismConfig.context` for all of this."""
 
@@ -86,7 +92,7 @@ def split_ring_size(batch: Batch) -> tuple[int, Batch]:
     """The ring size of a dealt batch, and the rest of it; 0 of one whose samples are as drawn."""
     if RING_SIZE not in batch:
         return 0, batch
-    rest = {name: leaf for name, leaf in batch.items() if name != RING_SIZE}
+    rest = {name: leaf for name, leaf in batch.items() if name not in HOST_LEAVES}
     return int(batch[RING_SIZE][0]), rest
 
 
@@ -115,13 +121,20 @@ class Dealer:
     sent_bytes: float
     notes: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
 
-    def deal(self, step: int, batch: Batch) -> dict[str, torch.Tensor]:
-        """The whole batch of a step, dealt, with the leaf `RING_SIZE`."""
+    def deal(self, step: int, batch: Batch, checksum: int) -> dict[str, torch.Tensor]:
+        """The whole batch of a step, dealt, with `HOST_LEAVES`.
+
+        Args:
+            step: from 0.
+            batch: as drawn.
+            checksum: of that, of 64 bits: what was learned from does not depend on the deal.
+        """
         shared = {"parts": self.parts, "microbatches": self.microbatches}
         made = deal(batch, self.cp, **shared, multiple=self.multiple, costs=self.costs)
         self.notes[step] = self._describe(made)
-        ring = torch.full_like(made.batch["rows"], made.ring_size)
-        return {**made.batch, RING_SIZE: ring}
+        ring, sums = (torch.zeros_like(made.batch["rows"]) for _ in HOST_LEAVES)
+        sums[0] = checksum - 2**64 if checksum >= 2**63 else checksum
+        return {**made.batch, RING_SIZE: ring + made.ring_size, CHECKSUM: sums}
 
     def _describe(self, made: ContextDeal) -> dict[str, Any]:
         return {
@@ -229,7 +242,7 @@ class DealHook(LoopHook):
         """Compile, once, the steps of all signatures. Collective."""
         if not self._warm:
             self._warm = True
-            compile_steps(self._session.run, at.state, at.batch, at.index)
+            compile_steps(self._session.run, at.state, at.batch)
 
     def after(self, at: At) -> None:
         """Record ``context``: what the batch was dealt like, beside the zig-zag of samples."""
@@ -238,29 +251,29 @@ class DealHook(LoopHook):
             at.record["context"] = note
 
 
-def compile_steps(run: Any, state: Any, batch: Batch, index: int) -> int:
+def compile_steps(run: Any, state: Any, batch: Batch) -> int:
     """Compile a run's steps for every shape that batches may have; how many there are. Collective.
 
     Stages of a pipeline on processes compile as they first run.
 
     Args:
         run: a `functron.training.run.Run` that deals documents.
-        state: of step `index`; it is left alone.
-        batch: of that step.
-        index: from 0.
+        state: before a step; it is left alone.
+        batch: of that step, dealt or not.
     """
     step, dealer, count = run.step, run.setup.dealer, 0
     if dealer is None or not isinstance(step, BySignature):
         return 0
-    _, rest = split_ring_size(batch)
-    columns = rest["tokens"].shape[1] // dealer.notes[index]["tokens_per_rank"]
+    whole = not isinstance(run.mesh, BoundMesh)
+    rows = dealer.microbatches * (dealer.parts if whole else 1)
     for size in dict.fromkeys(run.batches.sizes):
         for ring, tokens in dealer.list_programs(size):
             made = step.of(ring)
             if isinstance(made, Jitted):
+                columns = tokens * dealer.cp if whole else tokens // run.mesh["ulysses"]
                 made.compile(state, {
-                    name: leaf if leaf.dim() == 1 else leaf.new_zeros(len(leaf), columns * tokens)
-                    for name, leaf in rest.items()
+                    name: leaf.new_zeros((rows, columns)[: leaf.dim()])
+                    for name, leaf in split_ring_size(batch)[1].items()
                 })  # fmt: skip
                 count += 1
     return count

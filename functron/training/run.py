@@ -36,7 +36,7 @@ from functron.spmd.flight import EVERYWHERE
 from functron.training import data, run_folder
 from functron.training.config import TrainConfig, configure
 from functron.training.costs import check_expert_memory
-from functron.training.dealing import RING_SIZE, map_steps
+from functron.training.dealing import CHECKSUM, HOST_LEAVES, map_steps
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
 from functron.training.loop import At, LoopHook, Request, close_with, end_process
 from functron.training.records import Reporter
@@ -145,10 +145,13 @@ class Run:
         def draw(part: tuple[int, int]) -> dict[str, torch.Tensor]:
             return drawn(self.text, first, size, part, self.gaps)
 
-        if (dealer := self.setup.dealer) is None:
+        # sizes of activations are those of the samples, without the padding of a deal
+        watched = self.watch is not None and self.watch.due(step)
+        if (dealer := self.setup.dealer) is None or watched:
             batch = own_part(self.mesh, draw)
         else:  # which ranks have a document follows from the lengths of all
-            whole = dealer.deal(step, draw((0, 1)))
+            together = draw((0, 1))
+            whole = dealer.deal(step, together, batch_hash(together))
             batch = own_part(self.mesh, lambda part: _rows_of(whole, part))
         if self.device.type != "cuda":
             return batch
@@ -157,7 +160,7 @@ class Run:
     def on_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A batch on the device of the state, but for what the host reads."""
         return {
-            name: value if name == RING_SIZE else value.to(self.device, non_blocking=True)
+            name: value if name in HOST_LEAVES else value.to(self.device, non_blocking=True)
             for name, value in batch.items()
         }
 
@@ -629,13 +632,18 @@ def batch_hash(batch: Mapping[str, torch.Tensor], first_column: int = 0) -> int:
 def own_hash(mesh: Mesh | BoundMesh, batch: Mapping[str, torch.Tensor]) -> int:
     """This process's share of the `batch_hash` of a batch, of which it has this part.
 
-    Of the ranks that have the same part one counts it.
+    Of the ranks that have the same part one counts it. Of a dealt batch it is that of its samples
+    as they were drawn.
     """
+    dealt = CHECKSUM in batch
+    splits = {*DATA_AXES} if dealt else {*DATA_AXES, *CONTEXT_AXES}
+    others = mesh.coordinate.items() if isinstance(mesh, BoundMesh) else ()
+    if any(place for axis, place in others if axis not in splits):
+        return 0
+    if dealt:
+        return int(batch[CHECKSUM].sum()) % 2**64
     if not isinstance(mesh, BoundMesh):
         return batch_hash(batch)
-    splits = {*DATA_AXES, *CONTEXT_AXES}
-    if any(place for axis, place in mesh.coordinate.items() if axis not in splits):
-        return 0
     index, _ = part_of(mesh, CONTEXT_AXES)
     longest = max((x.shape[1] for x in batch.values() if x.dim() > 1), default=0)
     return batch_hash(batch, index * longest)

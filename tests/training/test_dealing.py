@@ -214,13 +214,17 @@ def cut_in_half(run, copy) -> None:
 
 
 def test_runs_go_on_to_the_bit_and_on_another_mesh(whole, tmp_path, capsys):
-    folder, _ = whole
+    folder, given = whole
     for name, mesh in (("same", "cp=4"), ("other", "dp=2,cp=2")):
         cut_in_half(folder / "whole", tmp_path / name)
         assert main(["train", "--resume", "--out", str(tmp_path / name), "--mesh", mesh]) == 0
     assert numbers(tmp_path / "same") == numbers(folder / "whole")
-    for found, wanted in zip(records(tmp_path / "other"), records(folder / "whole"), strict=True):
-        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    given = [x for x in given if x not in ("--context", "dynamic", "--mesh", "cp=4")]
+    assert command(*given, "--out", tmp_path / "alone") == 0
+    for name in ("other", "alone"):
+        for found, wanted in zip(records(tmp_path / name), records(folder / "whole"), strict=True):
+            assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+            assert found["batch"] == wanted["batch"]  # of the samples, however they are dealt
     said = capsys.readouterr().out
     assert "deal   documents go to 1, 2, 4 of cp=4 ranks by their cost" in said
     assert "deal   documents go to 1, 2 of cp=2 ranks by their cost" in said
