@@ -496,7 +496,7 @@ def _check_lengths(lengths: Sequence[int], widest: int, ranks: int, limit: int |
 # --- batches of fixed shapes
 
 
-SLACK = (1 / 32, 1 / 8)
+SLACK = (1 / 64, 1 / 8)
 """How much longer a rank's part of a dealt row is than without padding: few, for few shapes."""
 
 
@@ -608,7 +608,7 @@ def deal(
         size = rounded_up(math.ceil(base * (1 + more)), even)
         best = _find_plan(lengths, cp, rows, size, even, model, sorted(list_ring_sizes(cp)))
         if best is not None:
-            best = replace(best, tokens_per_rank=size)
+            best = _spread_rows(replace(best, tokens_per_rank=size), parts)
             break
     still, idle = _measure_waste(static, parts)
     time, waste = (still, idle) if best is None else _measure_waste(best, parts)
@@ -640,6 +640,26 @@ def _plan_samples(
         places.append(ContextPlacement(len(seen), index // each, 0, cp))
     tokens = (base,) * (rows * cp)
     return ContextPlan(cp, rows, tuple(places), base, tuple(pairs.ravel().tolist()), tokens, model)
+
+
+def _spread_rows(plan: ContextPlan, parts: int) -> ContextPlan:
+    """The plan with its rows in another order: slow ones, longest first, go to different parts."""
+    each = plan.rows // parts
+    pairs, tokens = (np.array(x).reshape(plan.rows, plan.cp) for x in (plan.pairs, plan.tokens))
+    loads, rows = np.zeros(parts), [[] for _ in range(parts)]
+    for row in np.argsort(-pairs.max(1), kind="stable").tolist():
+        free = [part for part in range(parts) if len(rows[part]) < each]
+        part = min(free, key=lambda part: loads[part])
+        loads[part] += pairs[row].max()
+        rows[part].append(row)
+    order = [row for part in rows for row in part]
+    places = {row: place for place, row in enumerate(order)}
+    return replace(
+        plan,
+        placements=tuple(replace(x, row=places[x.row]) for x in plan.placements),
+        pairs=tuple(pairs[order].ravel().tolist()),
+        tokens=tuple(tokens[order].ravel().tolist()),
+    )
 
 
 def _cut_after_targets(document: np.ndarray) -> np.ndarray:

@@ -223,7 +223,7 @@ def deal_problems(config: Any, mesh: Mesh | BoundMesh) -> Iterator[Problem]:
     ):
         if wrong:
             value = f"{getattr(moe, name)} with context={got}"
-            value += "" if name != "aux" or few else " and microbatches"
+            value += " and microbatches" if value.startswith("batch") else ""
             wanted = "experts that do not depend on which documents share a row"
             yield Problem(f"gpt.moe.{name}", value, wanted, fix)
 
