@@ -1,11 +1,18 @@
 """Attention of one long sequence on two processes: ring, gather and ulysses against one process.
 
 python benchmarks/context.py [--seq 8192 --heads 4 --kv-heads 2 --dim 64] [--only ring,dense]
+python benchmarks/context.py --deals [--microbatches 4] | --deals-plan
 
 Every program computes causal attention and the gradients of q, k and v from the same numbers, in
 turn with the others, and must find the same loss. "dense" is torch's scaled_dot_product_attention
 of the whole sequence in one process with two threads; others have two processes of one thread.
 ``--bytes`` prints instead what a traced step sends, against the formula of `context_attention`.
+
+``--deals`` takes training steps of a small GPT on four processes, of packed documents with a long
+tail of lengths: "static" is the zig-zag of each sample over cp=4, "document" that of each document
+(`functron.data.balance`), "dynamic" what ``--context dynamic`` does. All must find the same losses.
+``--deals-plan`` measures nothing: 128k tokens a sample of Llama 3 8B on 32 GPUs, by the planner's
+seconds of products, attention and exchanges, for several distributions of lengths.
 """
 
 from __future__ import annotations
@@ -15,18 +22,27 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import measure
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
 import functron as ft
-from functron import BoundMesh, Mesh, P, lax
+from functron import BoundMesh, Mesh, P, gpt, lax
+from functron.apps.planner import hardware
+from functron.apps.planner.measurements import estimate_run
+from functron.data import ContextCosts, IndexedWriter, balance, deal, open_tokens
+from functron.data.packing import PackedTokens
 from functron.nn.context import context_attention
+from functron.training.config import TrainConfig, configure, with_model, with_precision
+from functron.training.run import Run, own_part, prepare
+from functron.training.setup import make_setup
 
 SIZES = {"seq": 8192, "heads": 4, "kv-heads": 2, "dim": 64}
 AGREE_STEPS, AGREE_WITHIN = 2, 1e-4
@@ -198,16 +214,160 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--only", default="", help="programs to run, comma-separated; default all")
     parser.add_argument("--bytes", action="store_true", help="what is sent, by trace and formula")
+    parser.add_argument("--deals", action="store_true", help="training steps of packed documents")
+    parser.add_argument("--deals-plan", action="store_true", help="the same on 32 GPUs, computed")
+    parser.add_argument("--microbatches", type=int, default=1, help="of --deals")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        return serve(args)
+        return (serve_deals if args.serve in DEALS else serve)(args)
+    if args.deals_plan:
+        return plan_deals()
+    if args.deals:
+        sys.exit(0 if time_deals(args) else 1)
     names = args.only.split(",") if args.only else list(PROGRAMS)
     sys.exit(0 if (count_bytes if args.bytes else _time)(names, args) else 1)
 
 
 def _time(names: list[str], args: argparse.Namespace) -> bool:
     return table(measured(names, args))
+
+
+# --- documents dealt to ranks
+
+DEALS = ("static", "document", "dynamic")
+DEAL_RANKS, DEAL_SEQ, DEAL_BATCH = 4, 4096, 4
+
+
+def long_tailed(count: int, median: int, sigma: float, most: int, seed: int = 0) -> list[int]:
+    """Lengths of documents, most of them short: lognormal, at most `most`."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma, count)
+    return np.clip(drawn, 2, most).astype(int).tolist()
+
+
+def deal_run(args: argparse.Namespace, folder: Path, context: str) -> Run:
+    """A run of a small GPT on four processes, on a file of documents."""
+    drawn = np.random.default_rng(0)
+    with IndexedWriter(folder / "text", np.uint16) as writer:
+        for size in long_tailed(2000, 60, 1.6, DEAL_SEQ):
+            writer.add(drawn.integers(0, 512, size))
+    model = gpt.GPTConfig(
+        vocab_size=512, num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, mlp_dim=256,
+        max_seq=DEAL_SEQ,
+    )  # fmt: skip
+    config = configure(
+        gpt=model, data=str(folder / "text"), pack="best-fit", seq=DEAL_SEQ, steps=1000,
+        global_batch=DEAL_BATCH, microbatches=args.microbatches, mesh=f"cp={DEAL_RANKS}",
+        context=context,
+    )  # fmt: skip
+    return prepare(config, Mesh(cp=DEAL_RANKS).bind())
+
+
+def deal_step(args: argparse.Namespace, folder: Path) -> Callable[[], float]:
+    """A step of one of `DEALS`, each time of the next batch, which was made before."""
+    name, steps = args.serve, args.rounds + 1 + measure.WARM_UP
+    run = deal_run(args, folder, "dynamic" if name == "dynamic" else "ring")
+    step, batches = run.step, [run.batch(index) for index in range(steps)]
+    if name == "document":
+        step = replace(run.setup, ring_size=DEAL_RANKS).step
+        whole = [run.text.batch(index, DEAL_BATCH) for index in range(steps)]
+        longest = max(balance(batch, DEAL_RANKS)["tokens"].shape[1] for batch in whole)
+        arranged = (balance(batch, DEAL_RANKS, seq=longest) for batch in whole)
+        batches = [own_part(run.mesh, lambda part, x=batch: x) for batch in arranged]
+    state, left = run.state, iter(batches)
+
+    def take() -> float:
+        nonlocal state
+        state, metrics = step(state, next(left))
+        return float(metrics["loss"])
+
+    return take
+
+
+def serve_deals(args: argparse.Namespace) -> None:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as folder:
+        measure.serve(partial(deal_step, args, Path(folder)))
+    dist.destroy_process_group()
+
+
+def time_deals(args: argparse.Namespace) -> bool:
+    """Print the steps of `DEALS`; whether all ran and computed the same losses."""
+    given = [f"--microbatches={args.microbatches}", f"--rounds={args.rounds}"]
+    with tempfile.TemporaryDirectory() as caches:
+        programs = {
+            name: measure.start(
+                name, [__file__, *given, "--serve", name], ranks=DEAL_RANKS, threads=1,
+                caches=Path(caches),
+            )
+            for name in DEALS
+        }  # fmt: skip
+        measure.run(list(programs.values()), args.rounds)
+    print(f"{'deal':10}{'step ms':>10}{'x static':>10}")
+    for name, p in programs.items():
+        if p.failure:
+            print(f"{name:10}  {p.failure}")
+        elif not programs["static"].failure:
+            print(f"{name:10}{1e3 * p.seconds:10.0f}{measure.ratio(programs['static'], p):10.2f}")
+    losses = {name: p.losses for name, p in programs.items() if not p.failure}
+    wrong = measure.disagreement(losses, AGREE_STEPS, AGREE_WITHIN)
+    if wrong:
+        print("NOT THE SAME PROGRAM: losses differ", *wrong, sep="\n  ")
+    return not wrong and len(losses) == len(DEALS)
+
+
+PLAN_SEQ, PLAN_CP, PLAN_PARTS = 131_072, 8, 4
+
+
+@cache
+def planned_costs() -> tuple[ContextCosts, float]:
+    """The planner's seconds of a token, a visible pair and an exchange on 32 GPUs; of a step."""
+    config = with_precision(with_model(TrainConfig(), "llama3-8b"), "bf16")
+    mesh = f"fsdp={PLAN_PARTS},cp={PLAN_CP}"
+    config = configure(
+        config, gpt=replace(config.gpt, max_seq=PLAN_SEQ), seq=PLAN_SEQ, mesh=mesh,
+        global_batch=PLAN_PARTS, remat="full", compile=True,
+    )  # fmt: skip
+    found = estimate_run(make_setup(config, Mesh.parse(mesh)), hardware("h100"))
+    tokens, pairs = PLAN_SEQ / PLAN_CP, PLAN_SEQ**2 / 2 / PLAN_CP
+    attention, sent = found.parts["attention"], found.parts.get("over cp", 0.0)
+    other = found.step_seconds - attention - sent
+    costs = ContextCosts(other / tokens, attention / pairs, sent / tokens / (PLAN_CP - 1))
+    return costs, found.step_seconds
+
+
+def plan_deals(draws: int = 4, samples: int = 8) -> None:
+    """Print by distribution and microbatches what dealing saves, by the planner's seconds."""
+    costs, seconds = planned_costs()
+    print(f"one document a sample: {seconds:.2f} s a step of {PLAN_PARTS} samples")
+    print(f"{'median':>8}{'sigma':>7}{'microbatches':>14}{'static s':>10}{'dynamic s':>11}"
+          f"{'ratio':>7}{'idle':>14}{'sent':>7}")  # fmt: skip
+    for median, sigma in ((900, 1.6), (2000, 2.0), (4000, 1.6)):
+        for microbatches in (1, 2):
+            rows = []
+            for seed in range(draws):
+                batch = planned_batch(median, sigma, samples, seed)
+                given = {"parts": PLAN_PARTS, "microbatches": microbatches, "costs": costs}
+                made = deal(batch, PLAN_CP, **given)
+                rows.append((made.static_time, made.time, made.static_idle, made.idle,
+                             made.sent / made.static_sent))  # fmt: skip
+            static, dynamic, before, idle, sent = np.mean(rows, 0)
+            print(f"{median:8}{sigma:7}{microbatches:14}{static:10.2f}{dynamic:11.2f}"
+                  f"{static / dynamic:7.2f}{before:7.1%}{idle:7.1%}{sent:7.2f}")  # fmt: skip
+
+
+def planned_batch(median: int, sigma: float, samples: int, seed: int) -> dict[str, torch.Tensor]:
+    """Full samples of such documents, as a run packs them."""
+    lengths = long_tailed(20_000, median, sigma, PLAN_SEQ, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        total, path = 0, Path(folder) / "text"
+        with IndexedWriter(path, np.uint16) as writer:
+            for size in lengths:
+                writer.add(np.zeros(size, np.uint16))
+                if (total := total + size) > 2 * samples * PLAN_SEQ:
+                    break
+        return PackedTokens(open_tokens(path), PLAN_SEQ, seed=seed).batch(0, samples)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,8 @@ def draw(seed: int) -> Case:
         both += maybe(0.2, "--gpt.moe.z-loss 1e-3", "--gpt.moe.drop probability")
         both = _effective(both)
     both += _optimizer(rng, dtype)
-    division = tuple(_division(rng, experts, layers))
+    packed = bool({"--pack", "--mask-documents"} & {*both})
+    division = tuple(_division(rng, experts, layers, packed))
     both += maybe(0.2, "--anomalies.on-spike skip")  # with a limit that no step reaches
     return Case(tuple(both), division)
 
@@ -147,7 +148,7 @@ def _optimizer(rng: random.Random, dtype: str) -> list[str]:
     return found
 
 
-def _division(rng: random.Random, experts: bool, layers: int) -> list[str]:
+def _division(rng: random.Random, experts: bool, layers: int, packed: bool) -> list[str]:
     """A mesh of up to 8 ranks, and what may be said of it."""
     sizes: dict[str, int] = {}
     room = rng.choice([2, 4, 4, 8])
@@ -183,6 +184,8 @@ def _division(rng: random.Random, experts: bool, layers: int) -> list[str]:
     maybe(0.03, "--compile")
     if experts:  # steps are taken again where some rank has more than balanced rows
         maybe(0.6, "--expert-room 1", "--expert-room 1.25")
+    if packed and "cp" in sizes:
+        maybe(0.5, "--context dynamic")
     return found
 
 
@@ -222,7 +225,8 @@ def records(config: TrainConfig) -> list[dict[str, Any]]:
     """The records that the run of `config` would write, but for times and memory."""
     with redirect_stderr(io.StringIO()):  # the progress bar
         history = train(prepare(config, Mesh.parse(config.parallelism.mesh)), None).history
-    return [{k: v for k, v in record.items() if k not in CLOCK | ROOM} for record in history]
+    beside = {*CLOCK, *ROOM, "context"}  # how documents were dealt, of which one alone has none
+    return [{k: v for k, v in record.items() if k not in beside} for record in history]
 
 
 def differences(want: Any, got: Any, tolerance: float, path: str = "") -> Iterator[str]:
@@ -256,6 +260,12 @@ CASES = {
     "microbatches-dp": _case(_COUPLED, "--mesh dp=2"),
     "microbatches-pp": _case(_COUPLED, "--mesh pp=2,dp=2"),
     "microbatches-packed": _case(f"{_COUPLED} --mask-documents", "--mesh ep=2"),
+    "dealt": _case(
+        "--model llama3-tiny --gpt.num-kv-heads 2 --gpt.mlp-dim 48 --gpt.num-layers 2 --seq 32 "
+        "--gpt.dtype float64 --microbatches 2 --gpt.mtp-depth 1 --pack best-fit --global-batch 8 "
+        "--split 90,10 --eval-every 2 --eval-batches 1 --log-layers-every 2",
+        "--mesh dp=2,cp=2,tp=2 --sequence-parallel --context dynamic",
+    ),
 }
 """Cases that failed once, by their subject."""
 

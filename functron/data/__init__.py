@@ -9,7 +9,7 @@ iterator state to save, and the same samples come on every mesh and after resumi
 - Text: `TextWindows`; tokens on disk (`open_tokens`, `IndexedFile`, `split`):
   `TokenWindows`, `PackedTokens`, `MockTokens`; conversations: `Chat`, `PackedChat`.
 - Several sources: `Blend`. Made of others: `FillInTheMiddle`, `Transformed`.
-- Documents shared by the ranks of cp: `pack`, `balance`; `schedule`, `arrange`.
+- Documents shared by the ranks of cp: `pack`, `balance`; `schedule`, `arrange`; `deal`.
 - Tokenizers: `open_tokenizer`, `Tokenizer`; by what rules: `TextRules`.
 - Tokens of text, to disk: `functron.data.preprocess`.
 """
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ContextPlacement,
         ContextPlan,
         arrange,
+        deal,
         schedule,
     )
     from functron.data.indexed import IndexedFile, IndexedWriter, merge

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,18 @@ import numpy as np
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Tensor
 from functron.data.mapped_files import raise_listed
-from functron.data.packing import as_batch, check_documents, entries, zigzag
-from functron.data.sampling import rounded_up
+from functron.data.packing import (
+    LEAVES,
+    as_batch,
+    check_documents,
+    entries,
+    extend_document,
+    separate_documents,
+    zigzag,
+)
+from functron.data.sampling import IGNORED, rounded_up
+
+_TARGETS, _POSITIONS, _SEGMENTS = map(LEAVES.index, ("targets", "positions", "segments"))
 
 
 @dataclass(frozen=True)
@@ -204,11 +214,21 @@ def arrange(
         wanted = f"an even number, at least the plan's {plan.tokens_per_rank}"
         problems.append(Problem("tokens_per_rank", str(seq), wanted))
     raise_listed("cannot arrange", problems)
+    pieces = [
+        entries(x, i, room(place.length, place.size), pad)
+        for i, (x, place) in enumerate(zip(documents, places, strict=True))
+    ]
+    return as_batch(_lay_out(pieces, plan, seq, pad))
+
+
+def _lay_out(
+    pieces: Sequence[np.ndarray], plan: ContextPlan, seq: int, pad: int
+) -> list[np.ndarray]:
+    """The samples ``[4, cp * seq]`` of a plan, of its documents with their own padding."""
     count = plan.rows * plan.cp
     early, own, late = ([[] for _ in range(count)] for _ in range(3))
-    for i, (x, place) in enumerate(zip(documents, places, strict=True)):
+    for piece, place in zip(pieces, plan.placements, strict=True):
         at = place.row * plan.cp + place.first
-        piece = entries(x, i, room(place.length, place.size), pad)
         if place.size == 1:
             own[at].append(piece)
             continue
@@ -216,11 +236,12 @@ def arrange(
             early[rank].append(first)
             late[rank].append(second)
     parts = []
+    beyond = 1 + max(int(piece[_SEGMENTS].max()) for piece in pieces)
     for rank in range(count):
         rest = seq - plan.tokens[rank]
-        own[rank].append(entries(np.zeros(0, np.int64), len(documents) + rank, rest, pad))
+        own[rank].append(entries(np.zeros(0, np.int64), beyond + rank, rest, pad))
         parts.append(np.concatenate(early[rank] + own[rank] + late[rank], 1))
-    return as_batch([np.concatenate(parts[i : i + plan.cp], 1) for i in range(0, count, plan.cp)])
+    return [np.concatenate(parts[i : i + plan.cp], 1) for i in range(0, count, plan.cp)]
 
 
 def room(length: int, size: int) -> int:
@@ -286,8 +307,27 @@ def schedule(
     _check_arguments(cp, rows, limit, multiple, sizes)
     even = math.lcm(2, multiple)  # two halves
     most = None if limit is None else limit // even * even
-    allowed = sorted(_list_ring_sizes(cp) if sizes is None else set(sizes))
+    allowed = sorted(list_ring_sizes(cp) if sizes is None else set(sizes))
     _check_lengths(lengths, allowed[-1], cp * rows, most)
+    best = _find_plan(lengths, cp, rows, most, even, model, allowed)
+    if best is None:
+        got = f"{sum(lengths):,} tokens on {cp * rows} ranks of at most {most:,}"
+        fix = "raise limit, or schedule fewer documents"
+        refuse("no plan found", "limit", got, "more room", fix)
+    assert best is not None
+    return best
+
+
+def _find_plan(
+    lengths: Sequence[int],
+    cp: int,
+    rows: int,
+    most: int | None,
+    even: int,
+    model: ContextCosts,
+    allowed: Sequence[int],
+) -> ContextPlan | None:
+    """The fastest plan that is found; None where each leaves a document without room."""
     best: tuple | None = None
     for ring, chosen in _propose_sizes(lengths, allowed, cp * rows, model):
         for score in _make_scores(lengths, cp * rows, model, ring):
@@ -300,15 +340,10 @@ def schedule(
             key = plan.time, plan.ring_size, sum(x.size for x in plan.placements)
             if best is None or key < best[0]:
                 best = key, plan
-    if best is None:
-        got = f"{sum(lengths):,} tokens on {cp * rows} ranks of at most {most:,}"
-        fix = "raise limit, or schedule fewer documents"
-        refuse("no plan found", "limit", got, "more room", fix)
-    assert best is not None
-    return best[1]
+    return None if best is None else best[1]
 
 
-def _list_ring_sizes(cp: int) -> list[int]:
+def list_ring_sizes(cp: int) -> list[int]:
     """cp, its half, ..., and 1: each divides all larger ones, so that groups lie within rings."""
     sizes = [cp]
     while sizes[-1] % 2 == 0:
@@ -426,7 +461,7 @@ def _check_arguments(
     if not problems and limit is not None and limit < math.lcm(2, multiple):
         wanted = f"at least {math.lcm(2, multiple)}, two halves and multiple={multiple}"
         problems.append(Problem("limit", str(limit), wanted))
-    known = _list_ring_sizes(cp) if cp >= 1 else []
+    known = list_ring_sizes(cp) if cp >= 1 else []
     if known and sizes is not None and (not sizes or set(sizes) - set(known)):
         wanted = f"some of {', '.join(map(str, known))}"
         problems.append(Problem("sizes", str(tuple(sizes)), wanted))
@@ -456,3 +491,191 @@ def _check_lengths(lengths: Sequence[int], widest: int, ranks: int, limit: int |
             fix = "raise limit, or schedule fewer documents"
             problems.append(Problem("lengths", got, wanted, fix))
     raise_listed("cannot schedule", problems)
+
+
+# --- batches of fixed shapes
+
+
+SLACK = (1 / 64, 1 / 8)
+"""How much longer a rank's part of a dealt row is than without padding: few, for few shapes."""
+
+
+@dataclass(frozen=True)
+class ContextDeal:
+    """A packed batch whose documents were dealt to ranks, and the zig-zag of samples beside it.
+
+    Attributes:
+        batch: for ``Context(order="balanced", ring_size=ring_size)``: ``rows`` rows of ``cp *
+            tokens_per_rank`` tokens.
+        ring_size: the most ranks that a document is split over.
+        tokens_per_rank: the places of every rank in a row, padding included.
+        idle, static_idle: which part of all ranks' time they wait for the slowest, or compute
+            padding, of this deal and of the zig-zag of each sample over all ranks; by the cost
+            model.
+        time, static_time: of a step, by the cost model.
+        sent, static_sent: tokens whose keys and values a rank sends in one layer's forward.
+    """
+
+    batch: dict[str, Tensor]
+    ring_size: int
+    tokens_per_rank: int
+    idle: float
+    static_idle: float
+    time: float
+    static_time: float
+    sent: int
+    static_sent: int
+
+
+def list_deals(
+    cp: int,
+    seq: int,
+    global_batch: int,
+    *,
+    parts: int = 1,
+    microbatches: int = 1,
+    multiple: int = 1,
+) -> list[tuple[int, int]]:
+    """Every ``(ring_size, tokens_per_rank)`` that `deal` may return for batches of this shape."""
+    base, even = _count_places(cp, seq, global_batch, parts, microbatches, multiple)
+    sizes = sorted({rounded_up(math.ceil(base * (1 + more)), even) for more in SLACK})
+    return [(cp, base), *((ring, size) for ring in list_ring_sizes(cp) for size in sizes)]
+
+
+def _count_places(
+    cp: int, seq: int, global_batch: int, parts: int, microbatches: int, multiple: int
+) -> tuple[int, int]:
+    """A rank's tokens in a row without padding, and what they are to be a multiple of."""
+    rows, even, problems = parts * microbatches, math.lcm(2, multiple), []
+    if seq % (cp * even):
+        wanted = f"a multiple of {cp * even}: two halves on each of {cp} ranks"
+        wanted += f", and multiple={multiple}" if even > 2 else ""
+        fix = f"set it to {rounded_up(seq, cp * even)}"
+        problems.append(Problem("seq", str(seq), wanted, fix))
+    if global_batch % rows:
+        wanted = f"a multiple of {rows}: {parts} parts of {microbatches} microbatches"
+        problems.append(Problem("global_batch", str(global_batch), wanted))
+    raise_problems("cannot deal documents to ranks", problems)
+    return seq * global_batch // rows // cp, even
+
+
+def deal(
+    batch: Mapping[str, Tensor],
+    cp: int,
+    *,
+    parts: int = 1,
+    microbatches: int = 1,
+    multiple: int = 1,
+    costs: ContextCosts | None = None,
+    pad: int = 0,
+) -> ContextDeal:
+    """The documents of a whole packed batch, over the ranks that `schedule` chooses for each.
+
+    A row of the result is what the ranks of cp compute together at a time: a microbatch of the
+    samples of one part. Any document may come to any of them. Losses are sums over tokens, which
+    stay the same: those after a document's last target, which no loss sees, alone are left out.
+
+    Shapes are few, `list_deals`, so that there are as few compiled programs: the first of `SLACK`
+    that documents fit into. Where the zig-zag of each sample over all ranks is faster, or nothing
+    else fits, that is what is dealt, which needs no padding.
+
+    Args:
+        batch: all samples of a step, as `functron.data.pack` or `functron.data.PackedTokens` make
+            them.
+        cp: ranks that share a row.
+        parts: ranks that split the batch by samples.
+        microbatches: of each of these; all have one `ring_size` and shape.
+        multiple, costs: as in `schedule`.
+        pad: the token id of padding.
+
+    Raises:
+        ValueError: the batch is not packed, its documents are torn apart or out of order, or it
+            does not divide.
+    """
+    title, model = "cannot deal documents to ranks", ContextCosts() if costs is None else costs
+    samples, rows = separate_documents(batch, title=title), parts * microbatches
+    sizes = batch["tokens"].shape[1], len(samples)
+    base, even = _count_places(cp, *sizes, parts, microbatches, multiple)
+    number = 0
+    for sample in samples:
+        for document in sample:
+            document[_SEGMENTS] = number
+            number += 1
+    static = _plan_samples(samples, cp, rows, base, model)
+    documents = [_cut_after_targets(x) for sample in samples for x in sample]
+    lengths, best = [x.shape[1] for x in documents], None
+    for more in SLACK:
+        size = rounded_up(math.ceil(base * (1 + more)), even)
+        best = _find_plan(lengths, cp, rows, size, even, model, sorted(list_ring_sizes(cp)))
+        if best is not None:
+            best = _spread_rows(replace(best, tokens_per_rank=size), parts)
+            break
+    still, idle = _measure_waste(static, parts)
+    time, waste = (still, idle) if best is None else _measure_waste(best, parts)
+    if best is None or time >= still:
+        best, time, waste = static, still, idle
+        documents = [np.concatenate(sample, 1) for sample in samples]
+    pieces = [
+        extend_document(x, room(place.length, place.size), pad)
+        for x, place in zip(documents, best.placements, strict=True)
+    ]
+    made = as_batch(_lay_out(pieces, best, best.tokens_per_rank, pad))
+    # padding of a rank may be longer than any document, for which a model has no positions
+    made["positions"].clamp_(max=sizes[0] - 1)
+    ring, size = best.ring_size, best.tokens_per_rank
+    sent, before = size * (ring - 1) * microbatches, base * (cp - 1) * microbatches
+    return ContextDeal(made, ring, size, waste, idle, time, still, sent, before)
+
+
+def _plan_samples(
+    samples: Sequence[Sequence[np.ndarray]], cp: int, rows: int, base: int, model: ContextCosts
+) -> ContextPlan:
+    """The plan that splits every sample over all ranks, `rows` rows of as many samples."""
+    each, places = len(samples) // rows, []
+    pairs = np.zeros((rows, cp), np.int64)
+    for index, sample in enumerate(samples):
+        seen = np.concatenate([x[_POSITIONS] + 1 for x in sample])
+        chunks = seen.reshape(2 * cp, -1).sum(1)
+        pairs[index // each] += chunks[:cp] + chunks[: cp - 1 : -1]
+        places.append(ContextPlacement(len(seen), index // each, 0, cp))
+    tokens = (base,) * (rows * cp)
+    return ContextPlan(cp, rows, tuple(places), base, tuple(pairs.ravel().tolist()), tokens, model)
+
+
+def _spread_rows(plan: ContextPlan, parts: int) -> ContextPlan:
+    """The plan with its rows in another order: slow ones, longest first, go to different parts."""
+    each = plan.rows // parts
+    pairs, tokens = (np.array(x).reshape(plan.rows, plan.cp) for x in (plan.pairs, plan.tokens))
+    loads, rows = np.zeros(parts), [[] for _ in range(parts)]
+    for row in np.argsort(-pairs.max(1), kind="stable").tolist():
+        free = [part for part in range(parts) if len(rows[part]) < each]
+        part = min(free, key=lambda part: loads[part])
+        loads[part] += pairs[row].max()
+        rows[part].append(row)
+    order = [row for part in rows for row in part]
+    places = {row: place for place, row in enumerate(order)}
+    return replace(
+        plan,
+        placements=tuple(replace(x, row=places[x.row]) for x in plan.placements),
+        pairs=tuple(pairs[order].ravel().tolist()),
+        tokens=tuple(tokens[order].ravel().tolist()),
+    )
+
+
+def _cut_after_targets(document: np.ndarray) -> np.ndarray:
+    """A document ``[4, n]`` up to the token that its last target stands for; one token at least."""
+    found = np.flatnonzero(document[_TARGETS] != IGNORED)
+    return document[:, : found[-1] + 2 if len(found) else 1]
+
+
+def _measure_waste(plan: ContextPlan, parts: int) -> tuple[float, float]:
+    """The time of a plan, and the part of it that ranks wait, or compute padding.
+
+    Ranks of a row wait for one another in every layer, parts of the batch at the end of a step.
+    """
+    pairs, ring = np.array(plan.pairs).reshape(parts, -1, plan.cp), plan.ring_size
+    slowest = plan.model.cost_of(pairs.max(2), plan.tokens_per_rank, ring)
+    time = float(slowest.sum(1).max())
+    tokens = sum(x.length for x in plan.placements)
+    useful = plan.model.cost_of(pairs.sum(), tokens, ring)
+    return time, 1 - float(useful) / (parts * plan.cp) / time

@@ -142,7 +142,7 @@ def balance(
         ValueError: the batch is not packed, its documents are torn apart or out of order, or `seq`
             is too small or no multiple.
     """
-    found = _split_documents(batch, cp)
+    found = separate_documents(batch, cp)
     chunks = 2 * cp
     needed = max(sum(rounded_up(x.shape[1], chunks) for x in row) for row in found)
     length = needed if seq is None else seq
@@ -154,7 +154,7 @@ def balance(
     for row in found:
         rooms = [rounded_up(x.shape[1], chunks) for x in row]
         rooms[-1] += length - sum(rooms)
-        shares = [zigzag(_extend_document(x, n, pad), cp) for x, n in zip(row, rooms, strict=True)]
+        shares = [zigzag(extend_document(x, n, pad), cp) for x, n in zip(row, rooms, strict=True)]
         early = [[both[rank][0] for both in shares] for rank in range(cp)]
         late = [[both[rank][1] for both in shares] for rank in range(cp)]
         samples.append(np.concatenate([x for r in range(cp) for x in early[r] + late[r]], 1))
@@ -235,7 +235,7 @@ def _pack_first_fit(
     return (indices for indices in samples if indices)
 
 
-def _extend_document(document: np.ndarray, room: int, pad: int) -> np.ndarray:
+def extend_document(document: np.ndarray, room: int, pad: int) -> np.ndarray:
     """A document ``[4, n]`` with padding that continues it."""
     rest = np.empty((len(LEAVES), room - document.shape[1]), np.int64)
     rest[_TOKENS], rest[_TARGETS] = pad, IGNORED
@@ -244,8 +244,15 @@ def _extend_document(document: np.ndarray, room: int, pad: int) -> np.ndarray:
     return np.concatenate([document, rest], 1)
 
 
-def _split_documents(batch: Mapping[str, Tensor], cp: int) -> list[list[np.ndarray]]:
-    """Of every sample its documents, ``[4, n]`` each."""
+def separate_documents(
+    batch: Mapping[str, Tensor], cp: int = 1, title: str = "cannot balance"
+) -> list[list[np.ndarray]]:
+    """Of every sample of a packed batch its documents, the `LEAVES` ``[4, n]`` of each.
+
+    Raises:
+        ValueError: under this title: the batch is not packed, or documents are torn apart or out
+            of order.
+    """
     problems = [
         Problem(f"batch[{name!r}]", "nothing", "int64 [samples, seq]", "make it with pack")
         for name in LEAVES if name not in batch
@@ -255,7 +262,7 @@ def _split_documents(batch: Mapping[str, Tensor], cp: int) -> list[list[np.ndarr
     shapes = {tuple(batch[name].shape) for name in LEAVES if name in batch}
     if len(shapes) > 1 or any(len(s) != 2 or not math.prod(s) for s in shapes):
         problems.append(Problem("batch", f"shapes {sorted(shapes)}", "one [samples, seq]"))
-    raise_problems("cannot balance", problems)
+    raise_problems(title, problems)
     stacked = np.stack([batch[name].numpy() for name in LEAVES], 1).astype(np.int64)
     found = []
     for number, row in enumerate(stacked):
@@ -264,10 +271,10 @@ def _split_documents(batch: Mapping[str, Tensor], cp: int) -> list[list[np.ndarr
         torn = len({int(x[_SEGMENTS, 0]) for x in documents}) < len(documents)
         if torn or any((np.diff(x[_POSITIONS]) != 1).any() for x in documents):
             got = "a document in several places" if torn else "positions that do not count by 1"
-            fix = "balance what pack returns, and only once"
+            fix = "give it what pack returns, and only once"
             problems.append(Problem(f"sample {number}", got, "documents side by side", fix))
         found.append(documents)
-    raise_listed("cannot balance", problems)
+    raise_listed(title, problems)
     return found
 
 

@@ -1,7 +1,8 @@
 """Attention in chunks of queries and keys: for every device, dtype and mask.
 
 Document and window masks, which may differ between ranks, and scores exist for one chunk of queries
-and keys at a time (online softmax: Milakov & Gimelshein 2018). A chunk is computed by `attend`, the
+and keys at a time (online softmax: Milakov & Gimelshein 2018). Chunks without a visible pair are
+left out where that is known before they are computed. A chunk is computed by `attend`, the
 formula in plain operations with derivatives of every order, or by a function of the caller's.
 """
 
@@ -24,6 +25,7 @@ from functron.ops.softmax import (
     finite,
     merge,
 )
+from functron.program.recorder import active
 
 BlockResult = tuple[
     Float[Tensor, "batch heads seq value_dim"],
@@ -107,6 +109,17 @@ class _ChunkMask:
             if not later and (self.visible is None or self.visible.reaches(rows, columns)):
                 yield columns
 
+    def needed(self, rows: slice, size: int) -> Iterator[tuple[slice, Tensor | None]]:
+        """These chunks, each with its masked pairs, without those where all are masked.
+
+        As far as that is known: on CPUs, where to ask costs nothing, and neither in programs that
+        are traced or differentiated, nor between simulated ranks.
+        """
+        for columns in self.past(rows, size):
+            hidden = self.hidden(rows, columns)
+            if hidden is None or self.visible is None or not _hides_all(hidden):
+                yield columns, hidden
+
     def hidden(self, rows: slice, columns: slice) -> Tensor | None:
         """The masked pairs, ``[batch or 1, 1, rows, columns]``; None where there are none."""
         seen = None if self.visible is None else self.visible.chunk(rows, columns)
@@ -117,6 +130,14 @@ class _ChunkMask:
             later = (keys[None, :] > queries[:, None])[None]
             hidden = later if hidden is None else hidden | later
         return None if hidden is None else hidden[:, None]
+
+
+def _hides_all(hidden: Tensor) -> bool:
+    """Whether a mask hides every pair; False where the host cannot ask, or would wait."""
+    if hidden.device.type != "cpu" or active() is not None or torch.compiler.is_compiling():
+        return False
+    # where derivatives are taken of this, all ranks need the same chunks: their collectives
+    return compat.unobserved() and bool(hidden.all())
 
 
 def _fold_groups(x: Tensor, kv_heads: int) -> Tensor:
@@ -246,9 +267,9 @@ def chunked_block(
     for rows in slices(q.shape[2]):
         mine = q[..., rows, :]
         total: tuple[Tensor, Tensor] | None = None
-        for columns in mask.past(rows, k.shape[2]):
+        for columns, hidden in mask.needed(rows, k.shape[2]):
             there = k[..., columns, :], v[..., columns, :]
-            part = fn(mine, *there, mask.hidden(rows, columns), scale)
+            part = fn(mine, *there, hidden, scale)
             total = part if total is None else merge(*total, *part, kernels=kernels)
         if total is None:
             nothing = torch.zeros_like(upcast(mine[..., :1]))
@@ -276,11 +297,9 @@ def chunked_block_backward(
     sums: tuple[dict[int, Tensor], ...] = ({}, {}, {})
     for rows in slices(q.shape[2]):
         given, mine, out_mine = (x[..., rows, :] for x in (cotangent, q, out))
-        for columns in mask.past(rows, k.shape[2]):
+        for columns, hidden in mask.needed(rows, k.shape[2]):
             there = k[..., columns, :], v[..., columns, :]
-            moved = fn(
-                given, mine, *there, out_mine, lse[..., rows], mask.hidden(rows, columns), scale
-            )
+            moved = fn(given, mine, *there, out_mine, lse[..., rows], hidden, scale)
             places = (rows.start, columns.start, columns.start)
             for total, at, part in zip(sums, places, moved, strict=True):
                 total[at] = upcast(part) + total[at] if at in total else upcast(part)

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
@@ -68,6 +68,7 @@ from functron.optim import (
 from functron.optim.config import SCHEDULE_NEEDS, moments_of
 from functron.precision import POLICIES, PrecisionPolicy
 from functron.precision.recipe import PrecisionConfig
+from functron.training.dealing import DealHook, deal_problems, introduce_deals
 from functron.training.loop import WaitingConfig
 from functron.training.records import CONFIG, METRICS, LoggingConfig
 
@@ -94,7 +95,9 @@ class ParallelismConfig:
         nproc: processes to start, one per rank of the mesh; 0: simulate the mesh in this process.
         sequence_parallel: split the residual stream's sequence over tp.
         context: attention over cp, whose ranks split sequences: ring: keys and values go round;
-            gather: every rank gathers them. (Ranks of ulysses exchange heads for sequence.)
+            gather: every rank gathers them; dynamic: documents of packed samples are dealt to as
+            many ranks of cp as it takes to balance them, anew in every step, and keys go round
+            among these alone. (Ranks of ulysses exchange heads for sequence.)
         zigzag: give each rank of cp an early and a late part of every sequence, which balances
             causal attention.
         expert_axes: axes that shard experts: ep; or ep,tp with sequence_parallel, for whole experts
@@ -118,7 +121,7 @@ class ParallelismConfig:
     mesh: str = setting("", "common shapes step")
     nproc: int = setting(0, "common step", least=0)
     sequence_parallel: bool = setting(False, "common step")
-    context: Literal["ring", "gather"] = setting("ring", "step")
+    context: Literal["ring", "gather", "dynamic"] = setting("ring", "step")
     zigzag: bool = setting(True, "step")
     expert_axes: str = setting("ep", "shapes step")
     microbatches: int = setting(1, "common step", least=1)
@@ -133,6 +136,18 @@ class ParallelismConfig:
     def expert_axis_names(self) -> tuple[str, ...]:
         """`expert_axes`, one by one."""
         return tuple(filter(None, (axis.strip() for axis in self.expert_axes.split(","))))
+
+    def run_problems(self, config: Any, mesh: Any, *place: Any) -> Iterator[Problem]:
+        """Settings of other sections that do not go with these."""
+        return deal_problems(config, mesh)
+
+    def hook(self, session: Any) -> DealHook | None:
+        """The hook that records how documents are dealt, where they are."""
+        return None if session.run.setup.dealer is None else DealHook(session)
+
+    def introduce(self, run: Any) -> Sequence[str]:
+        """How documents are dealt, where they are."""
+        return introduce_deals(run)
 
 
 @shows_differences

@@ -36,6 +36,7 @@ from functron.spmd.flight import EVERYWHERE
 from functron.training import data, run_folder
 from functron.training.config import TrainConfig, configure
 from functron.training.costs import check_expert_memory, check_room
+from functron.training.dealing import CHECKSUM, HOST_LEAVES, map_steps
 from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
 from functron.training.loop import At, LoopHook, Request, close_with, end_process
 from functron.training.records import Reporter
@@ -112,7 +113,11 @@ class Run:
         """Whether a step, from 0, is one of a new kind, which takes longer: it may compile."""
         size = self.batches.batch_size
         grown = step > self.start and size(step) != size(step - 1)
-        return step == self.start or grown or (self.watch is not None and self.watch.due(step))
+        # stages on processes, which compile as they run, may see a ring for the first time
+        dealt = self.setup.dealer is not None and self.setup.rank is not None
+        if step == self.start or grown or (dealt and self.setup.is_compiled):
+            return True
+        return self.watch is not None and self.watch.due(step)
 
     def samples_of(self, step: int) -> dict[str, Any]:
         """The samples of `step`, for events: ``samples``, ``[first, end]``, and their ``sources``.
@@ -137,14 +142,28 @@ class Run:
     def host_batch(self, step: int) -> dict[str, torch.Tensor]:
         """This process's part of the batch of `step`, in host memory: pinned for a GPU."""
         first, size = self.batches.first_sample(step), self.batches.batch_size(step)
-        batch = own_part(self.mesh, lambda part: drawn(self.text, first, size, part, self.gaps))
+
+        def draw(part: tuple[int, int]) -> dict[str, torch.Tensor]:
+            return drawn(self.text, first, size, part, self.gaps)
+
+        # sizes of activations are those of the samples, without the padding of a deal
+        watched = self.watch is not None and self.watch.due(step)
+        if (dealer := self.setup.dealer) is None or watched:
+            batch = own_part(self.mesh, draw)
+        else:  # which ranks have a document follows from the lengths of all
+            together = draw((0, 1))
+            whole = dealer.deal(step, together, batch_hash(together))
+            batch = own_part(self.mesh, lambda part: _rows_of(whole, part))
         if self.device.type != "cuda":
             return batch
         return {name: value.pin_memory() for name, value in batch.items()}
 
     def on_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A batch on the device of the state."""
-        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+        """A batch on the device of the state, but for what the host reads."""
+        return {
+            name: value if name in HOST_LEAVES else value.to(self.device, non_blocking=True)
+            for name, value in batch.items()
+        }
 
     def num_targets(self, host: dict[str, torch.Tensor]) -> int:
         """How many targets a batch in host memory has, or this process's part of one."""
@@ -304,20 +323,21 @@ def programs(
     """The step of a set-up, and that which measures layers; compiled where it says so."""
     watch, room = made.watch, made.room
 
-    def complete(step: Callable, room: float | None) -> Callable:
+    def complete(step: Callable) -> Callable:
         # stages on processes compile each alone, as steps do that may be taken again
         if made.is_compiled and made.rank is None and not room:
             step = jit(step, donate=0, **made.jit_settings)
         return step if around is None else around(step)
 
     if not room:
-        measured = watch and dataclasses.replace(watch, step=complete(watch.step, room))
-        return complete(made.step, room), measured
+        measured = watch and dataclasses.replace(watch, step=map_steps(watch.step, complete))
+        return map_steps(made.step, complete), measured
     rooms = LearnedRoom(room, functools.partial(check_room, made))
 
     def find_step(measures: bool, room: float) -> Callable:
         other = dataclasses.replace(made, learned_room=room)
-        return complete(other.watch.step if measures and other.watch else other.step, room)
+        step = other.watch.step if measures and other.watch else other.step
+        return map_steps(step, complete)
 
     step, measured = (with_rooms(functools.partial(find_step, x), rooms) for x in (False, True))
     return step, watch and dataclasses.replace(watch, step=measured)
@@ -584,6 +604,12 @@ def own_part(
     }
 
 
+def _rows_of(whole: Mapping[str, torch.Tensor], part: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """The rows of one of the equal, contiguous parts of a batch."""
+    index, count = part
+    return {name: leaf.chunk(count)[index] for name, leaf in whole.items()}
+
+
 def batch_hash(batch: Mapping[str, torch.Tensor], first_column: int = 0) -> int:
     """A 64-bit checksum of rows of a batch, on the host, that adds up over its rows and columns.
 
@@ -614,13 +640,18 @@ def batch_hash(batch: Mapping[str, torch.Tensor], first_column: int = 0) -> int:
 def own_hash(mesh: Mesh | BoundMesh, batch: Mapping[str, torch.Tensor]) -> int:
     """This process's share of the `batch_hash` of a batch, of which it has this part.
 
-    Of the ranks that have the same part one counts it.
+    Of the ranks that have the same part one counts it. Of a dealt batch it is that of its samples
+    as they were drawn.
     """
+    dealt = CHECKSUM in batch
+    splits = {*DATA_AXES} if dealt else {*DATA_AXES, *CONTEXT_AXES}
+    others = mesh.coordinate.items() if isinstance(mesh, BoundMesh) else ()
+    if any(place for axis, place in others if axis not in splits):
+        return 0
+    if dealt:
+        return int(batch[CHECKSUM].sum()) % 2**64
     if not isinstance(mesh, BoundMesh):
         return batch_hash(batch)
-    splits = {*DATA_AXES, *CONTEXT_AXES}
-    if any(place for axis, place in mesh.coordinate.items() if axis not in splits):
-        return 0
     index, _ = part_of(mesh, CONTEXT_AXES)
     longest = max((x.shape[1] for x in batch.values() if x.dim() > 1), default=0)
     return batch_hash(batch, index * longest)

@@ -20,6 +20,7 @@ from functron import checkpoint, nn, optim
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.settings import Need
+from functron.data.context_schedule import SLACK
 from functron.models import gpt
 from functron.models.config import TextConfig
 from functron.models.decoder import with_histories
@@ -62,6 +63,7 @@ from functron.spmd.params import (
 from functron.spmd.spec import validate, without_axes
 from functron.training.config import TrainConfig
 from functron.training.data import target_length
+from functron.training.dealing import Dealer, by_signature, make_dealer, split_ring_size
 from functron.training.rooms import is_too_full
 from functron.training.step import (
     State,
@@ -145,12 +147,15 @@ class RunSetup:
         whole_defs: the definitions of the model's parameters, with those of LoRA where it has any.
         learned_room: what steps have for rows of experts, of `functron.nn.moe.room.ROOMS`, in place
             of compute.expert_room; None: that.
+        ring_size: steps are for batches whose documents were dealt, each to at most so many ranks;
+            0: for samples as they are drawn; None: for both, as batches say.
     """
 
     config: TrainConfig
     mesh: Mesh | BoundMesh
     whole_defs: dict
     learned_room: float | None = None
+    ring_size: int | None = None
 
     # --- the model
 
@@ -206,7 +211,7 @@ class RunSetup:
                 reduce_dtype=torch_dtype(config.optimizer.reduce_dtype),
             )
         settings = {
-            "context": gpt.Context(ranks.context, "zigzag" if ranks.zigzag else "contiguous"),
+            "context": self.context,
             "expert_axes": ranks.expert_axis_names,
             "kernels": kernels,
             "loss_chunk_tokens": config.compute.loss_chunk_tokens,
@@ -233,6 +238,20 @@ class RunSetup:
         if isinstance(self.mesh, BoundMesh) and not self.is_compiled:
             return 0.0
         return room_at_least(first) if self.learned_room is None else self.learned_room
+
+    @property
+    def context(self) -> gpt.Context:
+        """How attention reaches across the ranks that split sequences."""
+        ranks = self.config.parallelism
+        if self.ring_size:
+            return gpt.Context(order="balanced", ring_size=self.ring_size)
+        kind = "gather" if ranks.context == "gather" else "ring"
+        return gpt.Context(kind, "zigzag" if ranks.zigzag else "contiguous")
+
+    @cached_property
+    def dealer(self) -> Dealer | None:
+        """Deals the documents of batches to ranks; None where samples stay as they are drawn."""
+        return make_dealer(self.config, self.mesh)
 
     @cached_property
     def encode(self) -> Callable | None:
@@ -532,7 +551,8 @@ class RunSetup:
     def jit_settings(self) -> dict[str, Any]:
         """Settings of `functron.jit` for the step."""
         sizes, graph = len(self.config.data.batches.sizes), self.config.compute.cuda_graph
-        return {"num_signatures": sizes, "graph": graph}
+        lengths = 1 if self.dealer is None else 1 + len(SLACK)
+        return {"num_signatures": sizes * lengths, "graph": graph}
 
     @property
     def is_compiled(self) -> bool:
@@ -642,6 +662,11 @@ class RunSetup:
         self, layers: optim.Layers | None, *, idle: bool = False, whole: bool = False
     ) -> Callable:
         """The step, of one program if it is to be `whole`, which then has room enough."""
+        if self.dealer is not None and self.ring_size is None:
+            return by_signature(
+                lambda ring: replace(self, ring_size=ring)._step(layers, idle=idle, whole=whole),
+                split_ring_size,
+            )
         watch = layers is not None
         compiled = self.is_compiled and not idle
         of = self._stages(watch, compiled=compiled) if self.is_pipelined else self._loss(watch)

@@ -17,9 +17,11 @@ from functron.data import (
     ContextPlan,
     arrange,
     balance,
+    deal,
     pack,
     schedule,
 )
+from functron.data.context_schedule import list_deals
 from functron.data.packing import IGNORED
 from tests.data.documents import CONFIGS, check_equal, check_whole, documents, texts
 
@@ -341,6 +343,87 @@ def test_larger_rings_give_the_same(kind):
     assert plan.ring_size == 2
     context = gpt.Context(kind, "balanced")
     check_equal(CONFIGS["full"], TEXTS, arrange(texts(TEXTS), plan), Mesh(cp=4), context)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 24), min_size=1, max_size=10),
+    cp=st.sampled_from([1, 2, 3, 4]),
+    parts=st.integers(1, 2),
+    microbatches=st.integers(1, 2),
+    multiple=st.sampled_from([1, 2]),
+)
+def test_deals_have_few_shapes_and_lose_no_target(lengths, cp, parts, microbatches, multiple):
+    seq, rows = 24, parts * microbatches
+    samples = len(pack(documents(lengths), seq)["tokens"])
+    packed = pack(documents([*lengths, *[seq] * (-samples % rows)]), seq)
+    shape = {"parts": parts, "microbatches": microbatches, "multiple": multiple}
+    made = deal(packed, cp, **shape, costs=STEEP)
+    shapes = list_deals(cp, seq, len(packed["tokens"]), **shape)
+    assert (made.ring_size, made.tokens_per_rank) in shapes
+    assert made.batch["tokens"].shape == (rows, cp * made.tokens_per_rank)
+    assert made.time <= made.static_time
+    assert int(made.batch["positions"].max()) < seq
+
+    def learnt(batch):
+        chosen = batch["targets"] != IGNORED
+        rows = (batch[n][chosen].tolist() for n in ("tokens", "targets", "positions"))
+        return sorted(zip(*rows, strict=True))
+
+    assert learnt(made.batch) == learnt(packed)
+    # a token that predicts sees every one before it in its document, and no other
+    for row in range(rows):
+        segments, positions, targets = (
+            by_rank(made.batch[n][row : row + 1], cp) for n in ("segments", "positions", "targets")
+        )
+        seen: dict = {}
+        for number, q, k in computed(segments, positions, cp, made.ring_size):
+            seen.setdefault((number, q), set()).add(k)
+        real = targets != IGNORED
+        for number, q in zip(segments[real].tolist(), positions[real].tolist(), strict=True):
+            assert seen[number, q] == set(range(q + 1))
+
+
+@pytest.mark.parametrize("cp", [4, 8])
+def test_dealt_ranks_idle_half_as_long(cp):
+    idle, static = 0.0, 0.0
+    for seed in range(3):
+        lengths = [n for n in heavy_tailed(seed, median=2000, count=400) if n < 65_536]
+        packed = pack([np.zeros(n, np.int64) for n in lengths], 65_536)
+        full = {n: x[:16] for n, x in packed.items()}
+        made = deal(full, cp, parts=4)
+        idle, static = idle + made.idle, static + made.static_idle
+        assert made.sent < made.static_sent * 33 / 32 + 1
+    assert idle <= static / 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "config", "microbatches"),
+    [
+        (Mesh(cp=4), "full", 1),
+        (Mesh(cp=4), "ahead", 1),
+        (Mesh(dp=2, cp=2), "mixed", 1),
+        (Mesh(cp=2, ulysses=2, tp=2), "window", 1),
+    ],
+    ids=str,
+)
+def test_deals_train_as_on_every_document_by_itself(mesh, config, microbatches):
+    stream = gpt.SEQUENCE_PARALLEL_STREAM if mesh["tp"] > 1 else gpt.STREAM
+    multiple = mesh["ulysses"] * mesh["tp"]
+    made = deal(
+        pack(texts(TEXTS), 96), mesh["cp"], parts=mesh["dp"], multiple=multiple, costs=STEEP
+    )
+    context = gpt.Context(order="balanced", ring_size=made.ring_size)
+    check_equal(CONFIGS[config], TEXTS, made.batch, mesh, context, stream)
+
+
+def test_batches_that_cannot_be_dealt_are_refused():
+    batch = pack(texts([10, 6]), 16)
+    with pytest.raises(ValueError, match=r"seq: got 16; wanted a multiple of 12: .* set it to 24"):
+        deal(batch, 6)
+    with pytest.raises(ValueError, match="global_batch: got 1; wanted a multiple of 4: 2 parts of"):
+        deal(batch, 2, parts=2, microbatches=2)
+    with pytest.raises(ValueError, match=r"cannot deal.*\n.*segments'.: got nothing"):
+        deal({n: x for n, x in batch.items() if n != "segments"}, 2)
 
 
 def test_plans_do_not_change():

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functron as ft
 from functron.ops import attention as room
 from functron.ops.attention import Gpu, attention, implementation
+from functron.ops.chunked_attention import CHUNK, Visible, attend, chunked_block
 
 BATCH, SEQ, HEADS, DIM = 2, 5, 3, 4
 CAUSAL = pytest.mark.parametrize("causal", [True, False])
@@ -345,3 +346,34 @@ def test_large_scores_do_not_overflow():
     ).transpose(1, 2)
     close(vmap(lambda *x: attention(*x, causal=True))(*(x[None] for x in (q, k, v)))[0], expected)
     assert expected.isfinite().all()
+
+
+def test_chunks_in_which_nothing_is_visible_are_left_out():
+    size = 3 * CHUNK
+    q, k, v = (torch.randn(1, 2, size, 4, dtype=torch.float64) for _ in range(3))
+    # documents that end with chunks, but for the last, which begins in the second of them
+    segments = torch.tensor([0] * CHUNK + [1] * (CHUNK - 8) + [2] * (CHUNK + 8))[None]
+    same = segments[:, :, None] == segments[:, None, :]
+    mask = same & torch.ones(size, size, dtype=torch.bool).tril()
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    calls = []
+
+    def chunk(*given):
+        calls.append(given[0].shape)
+        return attend(*given)
+
+    def run(q):
+        calls.clear()
+        return chunked_block(q, k, v, Visible(segments, segments), True, 0.5, chunk)[0]
+
+    with torch.no_grad():
+        torch.testing.assert_close(run(q), want)
+    assert len(calls) == 4  # of 6 below the diagonal
+    nobody = Visible(segments, segments + 3)
+    with torch.no_grad():
+        out, lse = chunked_block(q, k, v, nobody, False, 0.5)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    # where derivatives are taken of it, ranks must agree which chunks there are
+    torch.testing.assert_close(vjp(run, q)[0], want)
+    assert len(calls) == 6
