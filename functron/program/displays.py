@@ -72,7 +72,9 @@ def tree_table(
     if isinstance(specs, Rules):
         rules = specs
         if any(map(_is_def, tree.leaves(value))):
-            specs = tree.map_with_path(lambda path, d: rules.spec(d.axes, path=path), value)
+            specs = tree.map_with_path(
+                lambda path, d: rules.spec(d.axes, path=path, shape=d.shape), value
+            )
         else:
             specs = rules.specs(value)
     paths, leaves = tree.paths(value, _is_p), tree.leaves(value, _is_p)

@@ -32,7 +32,7 @@ from functron.core.settings import choice_problems
 from functron.core.tables import shows_differences
 from functron.core.typing import Float, Key, Tensor
 from functron.models.config import Dtype, Named
-from functron.models.family import Family
+from functron.models.family import UNEVEN, Family
 from functron.models.options import DEFAULTS, Batch, ModelOptions, check_gathered, num_targets
 from functron.nn.layers import linear_defs, sequence_axes, weights
 from functron.ops.moe import look_up
@@ -188,12 +188,19 @@ def defs(config: ViTConfig) -> dict:
 
 
 @public
-def rules(config: ViTConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)) -> Rules:
+def rules(
+    config: ViTConfig,
+    mesh: Mesh | BoundMesh,
+    *,
+    fsdp: tuple[str, ...] = ("fsdp",),
+    uneven: tuple[str, ...] = (),
+) -> Rules:
     """Rules for tensor parallelism and FSDP; see `gpt.rules`."""
     c = config
-    split = {"num_heads": c.num_heads, "mlp_dim": c.mlp_dim}
-    split |= {"class_multiple": c.padded_classes} if c.num_classes else {}
-    return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
+    split = {"num_heads": ("heads", c.num_heads), "mlp_dim": ("mlp", c.mlp_dim)}
+    split |= {"class_multiple": ("vocab", c.padded_classes)} if c.num_classes else {}
+    embed = {"embed_dim": c.embed_dim}
+    return tensor_rules(mesh, split=split, embed=embed, fsdp=fsdp, uneven=uneven)
 
 
 @public
@@ -322,5 +329,5 @@ def make_family() -> Family:
     """The family of vision transformers."""
     return Family(
         "vit", "a vision transformer", ViTConfig, PRESETS, defs, rules, loss, num_targets,
-        vocab_size=lambda config: config.num_classes, free=FREE_FIELDS,
+        vocab_size=lambda config: config.num_classes, free=FREE_FIELDS, rules_settings=UNEVEN,
     )  # fmt: skip

@@ -1,0 +1,194 @@
+"""Rows of the central table for sizes that ranks do not divide: padded parts, the dense numbers.
+
+Vocabulary, heads, features and embed_dim are each split over ranks that do not divide them
+(`functron.Uneven`), alone and together, in every option of the other tables.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import functron as ft
+from functron import Mesh, P, Uneven, checkpoint, gpt, hub, tree
+from functron.nn.moe import MoEConfig
+from tests.models import gloo_uneven
+from tests.models import test_moe_composition as mixtures
+from tests.models.test_composition import BASE, GPT2, STREAMS, assert_equal, dense
+
+ALL = ("vocab", "heads", "mlp", "embed", "expert")
+SMALL = {"num_layers": 2, "vocab_multiple": 1, "dropout": 0.3}
+SIZES = {**SMALL, "embed_dim": 20, "num_heads": 6, "mlp_dim": 45}
+LLAMA = replace(BASE, **SIZES, num_kv_heads=3, qk_norm=True, fused_projections=False)
+MODELS = {
+    "llama": LLAMA,
+    "tied": replace(LLAMA, tied=True, z_loss=1e-2),
+    "fused": replace(LLAMA, num_kv_heads=6, fused_projections=True),
+    "multi-query": replace(LLAMA, num_kv_heads=1, num_heads=5, qkv_bias=True),
+    "two-keys": replace(LLAMA, num_kv_heads=2, sinks=True, attention_gate=True),
+    "gpt2": replace(GPT2, **SIZES),
+    "across": replace(LLAMA, num_kv_heads=6, qk_norm_across=True),
+    "opt": replace(GPT2, **{**SMALL, "dropout": 0.0}, embed_dim=124, activation="relu"),
+}
+ROWS = [
+    # model, mesh, uneven, stream, remat, microbatches, tokens of logits at a time
+    ("opt", Mesh(fsdp=8), ("embed",), "", "none", 1, 0),
+    ("llama", Mesh(fsdp=8), ALL, "", "full", 1, 0),
+    ("llama", Mesh(tp=4), ALL, "sequence-parallel", "dots", 2, 0),
+    ("llama", Mesh(dp=2, fsdp=2, tp=2), ALL, "", "selective", 2, 0),
+    ("llama", Mesh(tp=8), ("vocab", "heads", "mlp"), "", "none", 1, 0),
+    ("tied", Mesh(tp=4, fsdp=2), ALL, "sequence-parallel", "full", 1, 5),
+    ("tied", Mesh(tp=8), ALL, "", "none", 2, 7),
+    ("fused", Mesh(tp=4), ALL, "sequence-parallel", "none", 1, 0),
+    ("fused", Mesh(fsdp=8), ALL, "", "none", 1, 0),
+    ("multi-query", Mesh(tp=2, dp=2), ALL, "sequence-parallel", "full", 1, 0),
+    ("multi-query", Mesh(tp=4), ALL, "", "none", 1, 0),
+    ("two-keys", Mesh(tp=4, dp=2), ALL, "sequence-parallel", "none", 1, 0),
+    ("two-keys", Mesh(tp=8), ALL, "", "none", 1, 0),
+    ("gpt2", Mesh(tp=4, dp=2), ALL, "sequence-parallel", "none", 2, 0),
+    ("gpt2", Mesh(tp=2, fsdp=4), ALL, "", "full", 1, 0),
+    ("across", Mesh(tp=4), ("heads", "vocab", "mlp"), "", "none", 1, 0),
+    ("across", Mesh(tp=4, fsdp=2), ALL, "sequence-parallel", "none", 1, 0),
+]
+
+
+def sharded(config, mesh, uneven, stream="", remat="none", num_microbatches=1, chunk=0, **options):
+    """The per-rank gradient program on `mesh`, as a function of global values."""
+    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh, uneven=uneven))
+    gather = ft.Gather(specs, **options)
+    options = ft.ModelOptions(STREAMS[stream], remat, gather, loss_chunk_tokens=chunk)
+
+    def program(weights, data, key):
+        total = gpt.num_targets(data)
+        gradients = ft.value_and_grad(
+            lambda weights, data: gpt.loss(config, weights, data, options, key=key) / total
+        )
+        value, grads = ft.accumulate(gradients, num_microbatches)(weights, data)
+        return value, ft.sync_gradients(grads, specs)
+
+    return ft.shard_map(program, mesh, (specs, P(ft.DATA_AXES), P()), (P(), specs))
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "uneven", "stream", "remat", "num_microbatches", "chunk"),
+    [pytest.param(*row, id="-".join(map(str, filter(None, row)))) for row in ROWS],
+)
+def test_composition(model, mesh, uneven, stream, remat, num_microbatches, chunk):
+    config = MODELS[model]
+    weights, data, key, value, grads = dense(config)
+    run = sharded(config, mesh, uneven, stream, remat, num_microbatches, chunk)
+    assert_equal(*run(weights, data, key), value, grads)
+
+
+@pytest.mark.parametrize("regather", [True, False])
+def test_traced_programs_are_right_and_tell_of_padding(regather):
+    config, mesh = MODELS["tied"], Mesh(dp=2, fsdp=2, tp=4)
+    weights, data, key, value, grads = dense(config)
+    run = sharded(config, mesh, ALL, "sequence-parallel", regather=regather)
+    program = ft.trace(run)(weights, data, key)
+    program.check()
+    assert_equal(*program(weights, data, key), value, grads)
+    # 50 rows are 4 parts of 13, of which 2 rows of 20 numbers in float64 are padding
+    row = next(line for line in str(program).splitlines() if " 0/embed " in line)
+    assert f"P({Uneven('tp', 50)!r}, {Uneven('fsdp', 20)!r})" in row
+    assert "with 320 bytes of padding" in row
+    assert "bytes of padding" in str(program).splitlines()[0]
+
+
+LATENT = replace(
+    mixtures.DEEPSEEK,
+    num_heads=5,
+    embed_dim=18,
+    vocab_multiple=1,
+    mlp_dim=21,
+    moe=replace(mixtures.DEEPSEEK.moe, expert_dim=5, shared_dim=7),
+)
+
+
+def five(name, **changes):
+    """A mixture of 5 experts."""
+    config = mixtures.MODELS[name]
+    groups = {"num_groups": 1, "top_groups": 1}
+    return replace(config, moe=replace(config.moe, num_experts=5, **groups, **changes))
+
+
+OSS = replace(
+    mixtures.GPT_OSS, num_heads=6, num_kv_heads=3, head_dim=4, moe=MoEConfig(
+        num_experts=4, top_k=2, expert_dim=5, normalise="after", router_bias=True, expert_bias=True
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "parallel"),
+    [
+        (LATENT, Mesh(tp=2), True),
+        (LATENT, Mesh(ep=2, tp=4), False),
+        (LATENT, Mesh(fsdp=4), False),
+        (OSS, Mesh(tp=4), True),
+        (OSS, Mesh(ep=2, tp=2), True),
+        (five("mixtral"), Mesh(ep=2), False),
+        (five("deepseek"), Mesh(ep=4), False),
+        (five("capacity"), Mesh(ep=2, tp=2), True),
+        (five("expert-choice"), Mesh(ep=2), False),
+        (five("sinkhorn"), Mesh(ep=4), False),
+        (five("mixtral", dispatch="gather"), Mesh(ep=2, tp=2), True),
+    ],
+    ids=str,
+)
+def test_mixtures(config, mesh, parallel):
+    """The heads of latent attention, and the features of experts."""
+    weights, data, key, value, grads = mixtures.dense(config)
+    experts = mixtures.sharded(config, mesh, parallel, ("ep",), uneven=ALL)
+    mixtures.assert_equal(*experts(weights, data, key), value, grads)
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "uneven", "match"),
+    [
+        ({}, Mesh(tp=4), (), "num_heads: got 6; wanted a multiple of tp=4"),
+        ({}, Mesh(tp=4), ("head",), "uneven: got 'head'.*did you mean 'heads'"),
+        ({"num_heads": 1, "num_kv_heads": 1}, Mesh(tp=2), ALL, "num_heads: got 1; wanted at least"),
+        ({"fused_projections": True}, Mesh(tp=4), ALL, "fused_projections=False"),
+        ({}, Mesh(tp=2, ulysses=2), ALL, "num_heads: got 6; wanted with padding"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(changes, mesh, uneven, match):
+    with pytest.raises(ValueError, match=match):
+        gpt.rules(replace(LLAMA, **changes), mesh, uneven=uneven)
+
+
+def test_padded_tokens_are_never_sampled():
+    """On every mesh the tokens of one rank; the logits of padding are lower than all others."""
+    config = replace(MODELS["tied"], dropout=0.0)
+    weights, data, _, _, _ = dense(replace(config, dropout=0.3))
+    mesh = Mesh(tp=4)
+    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh, uneven=ALL))
+    options = ft.ModelOptions(gather=ft.Gather(specs))
+    find = functools.partial(gpt.forward, config, options=options)
+    logits = ft.shard_map(
+        lambda w, tokens: ft.lax.all_gather(find(w, tokens), "tp", axis=-1, tiled=True),
+        mesh, (specs, P()), P(),
+    )(weights, data["tokens"])  # fmt: skip
+    want = gpt.forward(config, weights, data["tokens"])
+    assert (logits[..., :50] - want).abs().max() < 1e-10
+    assert logits.shape[-1] == 52
+
+
+@pytest.mark.distributed
+def test_processes(torchrun, tmp_path):
+    """Steps of 3 ranks that divide nothing; then what they saved and exported, on one rank."""
+    done = torchrun(Path(__file__).with_name("gloo_uneven.py"), 3, tmp_path, timeout=180)
+    assert done.stdout.splitlines() == [f"{name}: ok" for name in gloo_uneven.MESHES]
+    for name in gloo_uneven.MESHES:
+        config = gloo_uneven.MIXTURE if name == "ep" else gloo_uneven.CONFIG
+        want = torch.load(tmp_path / f"{name}.pt")
+        stored = checkpoint.restore(tmp_path / name / "1")["params"]
+        loaded = hub.load(tmp_path / f"{name} hub", config)
+        for path, leaf in tree.items(want):
+            assert torch.equal(leaf, dict(tree.items(stored))[path]), path
+            assert torch.equal(leaf, dict(tree.items(loaded))[path]), path
