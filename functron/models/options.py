@@ -35,7 +35,7 @@ from functron.nn.context import (
     own_positions,
     to_balanced,
 )
-from functron.nn.layers import SEQ_DIM, sequence_axes
+from functron.nn.layers import SEQ_DIM, sequence_axes, uneven_length
 from functron.nn.multi_token import SequenceOrder
 from functron.ops import AUTO, Kernels
 from functron.program.recorder import aside
@@ -251,23 +251,32 @@ def check_positions(sequence: Sequence, sections: tuple[int, ...], context: Cont
     refuse("the batch cannot be used", "positions", shape, wanted, fix)
 
 
-def check_length(seq: int, max_seq: int | None, split: int) -> None:
+def check_length(seq: int, max_seq: int | None, stream: P) -> None:
     """Raise ValueError unless samples, of which ranks hold `seq` tokens each, are short enough.
 
     Args:
         max_seq: of a whole sample; None: no limit, as each is several documents.
-        split: how many ranks of tp split a rank's tokens again.
+        stream: the spec of the residual stream, by which tp may split a rank's tokens again.
     """
+    split = lax.axis_size(tuple(a for a in sequence_axes(stream) if a not in CONTEXT_AXES))
     whole = seq * lax.axis_size(CONTEXT_AXES)
     if max_seq is not None and whole > max_seq:
         raise ValueError(
             f"forward: got {whole} tokens per sample; wanted at most max_seq={max_seq}; "
             "shorten the samples or raise max_seq"
         )
-    if seq % split:
+    length = uneven_length(stream)
+    if length is None and seq % split:
+        axes = ", ".join(map(repr, sequence_axes(stream)))
         raise ValueError(
             f"forward: got {whole} tokens per sample; wanted a multiple of {split * whole // seq}, "
-            "the ranks that split the sequence; change its length"
+            "the ranks that split the sequence; change its length, or pad their parts: "
+            f"ModelOptions(stream=P(..., Uneven(({axes}), {whole})))"
+        )
+    if length not in (None, whole):
+        raise ValueError(
+            f"forward: got {whole} tokens per sample; wanted {length}, as the stream {stream} "
+            "says, which context axes (cp, ulysses) divide; change one of them"
         )
 
 
@@ -413,6 +422,10 @@ class ModelOptions:
     def __post_init__(self):
         raise_problems("ModelOptions", choice_problems(self))
         found = []
+        if self.watch and uneven_length(self.stream) is not None:
+            wanted = f"False with {self.stream}: padding would be measured too"
+            found.append(Problem("watch", "True", wanted, "choose a length that ranks divide"))
+        raise_problems("ModelOptions", found)
         for name in HOOKS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Hook) and not callable(value):

@@ -128,6 +128,11 @@ TRAIN_NEEDS: Needs = MappingProxyType({
         "expert_axes",
         Need(lambda c: c.gpt.moe is not None, "experts", "choose a model with some"),
     ),
+    "uneven": Need(
+        lambda c: c.parallelism.zero == 3 or any(_axis(c, n) > 1 for n in ("tp", "fsdp", "ep")),
+        "ranks that split parameters",
+        "add tp=N or fsdp=N to the mesh",
+    ),
     "gather": _unless_usual(
         "gather",
         Need(

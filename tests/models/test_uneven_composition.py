@@ -16,6 +16,8 @@ import torch
 import functron as ft
 from functron import Mesh, P, Uneven, checkpoint, gpt, hub, tree
 from functron.nn.moe import MoEConfig
+from functron.pipeline import Partition, make, pipelined
+from functron.pipeline.partition import even_layout
 from tests.models import gloo_uneven
 from tests.models import test_moe_composition as mixtures
 from tests.models.test_composition import BASE, GPT2, STREAMS, assert_equal, dense
@@ -53,7 +55,19 @@ ROWS = [
     ("gpt2", Mesh(tp=2, fsdp=4), ALL, "", "full", 1, 0),
     ("across", Mesh(tp=4), ("heads", "vocab", "mlp"), "", "none", 1, 0),
     ("across", Mesh(tp=4, fsdp=2), ALL, "sequence-parallel", "none", 1, 0),
+    # 24 tokens over 5 and 7 ranks, and 12 over 5
+    ("llama", Mesh(tp=5), ALL, "uneven", "full", 2, 0),
+    ("gpt2", Mesh(tp=7), ALL, "uneven", "none", 1, 0),
+    ("tied", Mesh(tp=7), ALL, "uneven", "selective", 1, 5),
+    ("gpt2", Mesh(cp=2, tp=5), ALL, "uneven", "none", 1, 0),
+    ("fused", Mesh(ulysses=2, tp=5), ALL, "uneven", "dots", 1, 0),
 ]
+
+
+STREAMS = {
+    **STREAMS,
+    "uneven": P(ft.DATA_AXES, Uneven(("cp", "ulysses", "tp"), 24)),
+}
 
 
 def sharded(config, mesh, uneven, stream="", remat="none", num_microbatches=1, chunk=0, **options):
@@ -70,7 +84,7 @@ def sharded(config, mesh, uneven, stream="", remat="none", num_microbatches=1, c
         value, grads = ft.accumulate(gradients, num_microbatches)(weights, data)
         return value, ft.sync_gradients(grads, specs)
 
-    return ft.shard_map(program, mesh, (specs, P(ft.DATA_AXES), P()), (P(), specs))
+    return ft.shard_map(program, mesh, (specs, gpt.batch_specs(), P()), (P(), specs))
 
 
 @pytest.mark.parametrize(
@@ -97,6 +111,30 @@ def test_traced_programs_are_right_and_tell_of_padding(regather):
     assert f"P({Uneven('tp', 50)!r}, {Uneven('fsdp', 20)!r})" in row
     assert "with 320 bytes of padding" in row
     assert "bytes of padding" in str(program).splitlines()[0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_layers_of_a_pipeline(schedule):
+    """3 layers on 2 stages, with everything else uneven besides."""
+    config, mesh = replace(MODELS["tied"], num_layers=3), Mesh(pp=2, fsdp=2, tp=5)
+    weights, data, key, value, grads = dense(config)
+    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh.without("pp"), uneven=ALL))
+    made = make(schedule, 2, 2)
+    partition = Partition(even_layout(2, 3), made.pipes, gpt.uses(config))
+    options = ft.ModelOptions(stream=STREAMS["uneven"], gather=ft.Gather(specs))
+
+    def stage(part, params, x, batch, key, total):
+        y = gpt.stage_loss(config, part, params, x, batch, options, key=key)
+        return y / total if part.loss else y
+
+    stages = pipelined(stage, partition, made)
+
+    def program(weights, data, key):
+        value, grads = stages.value_and_grad(weights, data, key, gpt.num_targets(data))
+        return value, ft.sync_gradients(grads, specs)
+
+    mapped = ft.shard_map(program, mesh, (specs, gpt.batch_specs(), P()), (P(), specs), stages="pp")
+    assert_equal(*mapped(weights, data, key), value, grads)
 
 
 LATENT = replace(
@@ -160,6 +198,28 @@ def test_mixtures(config, mesh, parallel):
 def test_what_cannot_be_split_is_refused(changes, mesh, uneven, match):
     with pytest.raises(ValueError, match=match):
         gpt.rules(replace(LLAMA, **changes), mesh, uneven=uneven)
+
+
+@pytest.mark.parametrize(
+    ("changes", "stream", "match"),
+    [
+        ({"moe": MoEConfig(num_experts=4)}, STREAMS["uneven"], "as experts are chosen for each"),
+        ({}, P(ft.DATA_AXES, Uneven("tp", 25)), "got 24 tokens per sample; wanted 25"),
+        ({}, STREAMS["sequence-parallel"], r"Uneven\(\('cp', 'ulysses', 'tp'\), 24\)"),
+    ],
+)
+def test_sequences_that_cannot_be_split_are_refused(changes, stream, match):
+    config = replace(LLAMA, dropout=0.0, **changes)
+    weights = ft.abstract_params(gpt.defs(config))
+    tokens = torch.zeros(1, 24, dtype=torch.int64, device="meta")
+    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, Mesh(tp=5), uneven=ALL))
+    forward = functools.partial(gpt.forward, config, options=ft.ModelOptions(stream=stream))
+    with pytest.raises(ValueError, match=match):
+        ft.trace(ft.shard_map(forward, Mesh(tp=5), (specs, P()), P(None, None, "tp")))(
+            weights, tokens
+        )
+    with pytest.raises(ValueError, match="padding would be measured"):
+        ft.ModelOptions(stream=STREAMS["uneven"], watch=True)
 
 
 def test_padded_tokens_are_never_sampled():

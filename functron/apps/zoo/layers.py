@@ -37,7 +37,6 @@ from functron.nn.layers import (
     column_parallel,
     gather_sequence,
     row_parallel,
-    sequence_axes,
     weights,
 )
 from functron.ops.attention import attention, block, block_backward
@@ -104,8 +103,7 @@ class Stack:
             ValueError: the sequence is longer than the config's `max_seq`, if it has one, or does
                 not divide over the ranks that split it.
         """
-        ranks = lax.axis_size(sequence_axes(self.stream))
-        check_length(tokens.shape[1], getattr(config, "max_seq", None), ranks)
+        check_length(tokens.shape[1], getattr(config, "max_seq", None), self.stream)
         return embed_tokens(config, weights, tokens, self.options)
 
     def norm_last(self, weights: Tree, x: Tensor, eps: float) -> Tensor:
