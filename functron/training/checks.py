@@ -535,6 +535,10 @@ def _recipe_problems(config: TrainConfig) -> Iterator[Problem]:
         got = f"{products}, which draws numbers, with latent attention"
         fix = f"{out}, or choose one of fp8-tensor, fp8-row, fp8-block and mxfp8"
         yield Problem("products", got, "a recipe that draws none", fix)
+    elif recipe.draws and {*config.parallelism.uneven_names} - {"embed"}:
+        got = f"{products}, which draws numbers, with uneven={config.parallelism.uneven}"
+        fix = f"{out}, or choose one of fp8-tensor, fp8-row, fp8-block and mxfp8"
+        yield Problem("products", got, "a recipe that draws none: padding has places, too", fix)
     elif sum(recipe.high(config.gpt.num_layers)) >= config.gpt.num_layers:
         first, last = recipe.high(config.gpt.num_layers)
         got = f"{first} first and {last} last layers of {config.gpt.num_layers} high"

@@ -189,3 +189,13 @@ def test_padding_gets_no_gradient():
     share, synced = f(SEVEN)
     assert share.tolist() == [*SEVEN.exp().tolist(), 1.0]
     assert synced.tolist() == [*SEVEN.exp().tolist(), 0.0]
+
+
+def test_drawings_show_real_entries():
+    drawn = str(
+        ft.visualize_sharding(torch.zeros(5, 2), P(Uneven(("dp", "tp"), 5)), Mesh(dp=2, tp=2))
+    )
+    assert "each rank holds (2, 2)" in drawn
+    assert [line[:3] for line in drawn.splitlines() if ":" in line[:3]] == [
+        "0:2", "2:3", "3:5", "5:5"
+    ]  # fmt: skip

@@ -17,6 +17,7 @@ import functools
 import gc
 import hashlib
 import inspect
+import math
 import pickle
 import sys
 import weakref
@@ -472,12 +473,13 @@ class StartedMesh(NamedAxes):
         found = {rank: self._fetch_from(rank, numbers) for rank, numbers in wanted.items()}
         out = []
         for handle, parts in zip(handles, places, strict=True):
-            local = sharding.local_shape(handle.shape, handle.spec, self.mesh)
-            if len(parts) * torch.Size(local).numel() < handle.numel():
+            sizes = [[end - begin for begin, end in part] for part in parts]
+            if sum(map(math.prod, sizes)) < handle.numel():
                 raise RankError(f"a part of {handle.spec} died with its rank; fix: {RESTART}")
             whole = torch.empty(handle.shape, dtype=handle.dtype)
-            for part, rank in parts.items():
+            for (part, rank), real in zip(parts.items(), sizes, strict=True):
                 value = found[rank][for_rank(handle._number, rank)].tensor()
+                value = value[tuple(slice(size) for size in real)]
                 whole[tuple(slice(*ends) for ends in part)] = value
             out.append(whole)
         return out
@@ -524,9 +526,10 @@ class StartedMesh(NamedAxes):
             return [Packed.of(value)] * self.size
         made: dict[tuple, Packed] = {}
         parts = sharding.windows(tuple(value.shape), spec, self.mesh)
-        for part in parts:
+        for rank, part in enumerate(parts):
             if part not in made:
-                made[part] = Packed.of(value[tuple(slice(*ends) for ends in part)])
+                place = self.mesh.coordinate(rank)
+                made[part] = Packed.of(sharding.shard(value, spec, self.mesh, place))
         return [made[part] for part in parts]
 
     def _number(self, count: int) -> int:
