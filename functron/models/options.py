@@ -41,9 +41,9 @@ from functron.ops import AUTO, Kernels
 from functron.program.recorder import aside
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd import collectives as lax
-from functron.spmd.axes import Scope, enter
+from functron.spmd.axes import Scope, enter, scope
 from functron.spmd.params import ParamDef
-from functron.spmd.spec import entry_axes
+from functron.spmd.spec import entry_axes, is_uneven
 from functron.transforms import Gather
 from functron.transforms.capture import is_watched, unwatched
 
@@ -163,7 +163,8 @@ def require(batch: Batch, *names: str) -> None:
     """Check that a batch has these entries.
 
     Raises:
-        ValueError: some are missing; all are listed.
+        ValueError: some are missing, or a spec cuts them into parts with padding (`Uneven`), which
+            would count; all are listed.
         TypeError: it is not a mapping.
     """
     if not isinstance(batch, Mapping):
@@ -171,6 +172,12 @@ def require(batch: Batch, *names: str) -> None:
         got = type(batch).__name__
         refuse("the batch cannot be used", "batch", got, wanted, error=TypeError)
     found = []
+    for name, value in batch.items():
+        spec = next((spec for given, spec in scope().given if given is value), None)
+        if is_uneven(spec):
+            fix = "pad the batch itself, with targets nn.IGNORE_INDEX, which do not count"
+            wanted = "samples and tokens that their ranks divide"
+            found.append(Problem(name, f"parts with padding, {spec}", wanted, fix))
     for name in names:
         if name not in batch:
             wanted, other = _ELSEWHERE[name]

@@ -161,22 +161,24 @@ OSS = replace(
 )  # fmt: skip
 
 
+MIXTURES = [
+    ("latent", LATENT, Mesh(tp=2), True),
+    ("latent", LATENT, Mesh(ep=2, tp=4), False),
+    ("latent", LATENT, Mesh(fsdp=4), False),
+    ("gpt-oss", OSS, Mesh(tp=4), True),
+    ("gpt-oss", OSS, Mesh(ep=2, tp=2), True),
+    ("mixtral", five("mixtral"), Mesh(ep=2), False),
+    ("deepseek", five("deepseek"), Mesh(ep=4), False),
+    ("capacity", five("capacity"), Mesh(ep=2, tp=2), True),
+    ("expert-choice", five("expert-choice"), Mesh(ep=2), False),
+    ("sinkhorn", five("sinkhorn"), Mesh(ep=4), False),
+    ("gathered", five("mixtral", dispatch="gather"), Mesh(ep=2, tp=2), True),
+]
+
+
 @pytest.mark.parametrize(
     ("config", "mesh", "parallel"),
-    [
-        (LATENT, Mesh(tp=2), True),
-        (LATENT, Mesh(ep=2, tp=4), False),
-        (LATENT, Mesh(fsdp=4), False),
-        (OSS, Mesh(tp=4), True),
-        (OSS, Mesh(ep=2, tp=2), True),
-        (five("mixtral"), Mesh(ep=2), False),
-        (five("deepseek"), Mesh(ep=4), False),
-        (five("capacity"), Mesh(ep=2, tp=2), True),
-        (five("expert-choice"), Mesh(ep=2), False),
-        (five("sinkhorn"), Mesh(ep=4), False),
-        (five("mixtral", dispatch="gather"), Mesh(ep=2, tp=2), True),
-    ],
-    ids=str,
+    [pytest.param(*row, id=f"{name}-{row[1]}") for name, *row in MIXTURES],
 )
 def test_mixtures(config, mesh, parallel):
     """The heads of latent attention, and the features of experts."""
@@ -220,6 +222,51 @@ def test_sequences_that_cannot_be_split_are_refused(changes, stream, match):
         )
     with pytest.raises(ValueError, match="padding would be measured"):
         ft.ModelOptions(stream=STREAMS["uneven"], watch=True)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "spec"),
+    [
+        (Mesh(cp=2), P(None, Uneven("cp", 23))),
+        (Mesh(dp=3), P(Uneven("dp", 8))),
+    ],
+    ids=str,
+)
+def test_padding_of_a_batch_would_count(mesh, spec):
+    config = replace(LLAMA, dropout=0.0)
+    _, data, _, _, _ = dense(config)
+    data = {"tokens": data["tokens"][:, :23], "targets": data["targets"][:, :23]}
+    with pytest.raises(ValueError, match=r"targets: got parts with padding.*IGNORE_INDEX"):
+        ft.shard_map(gpt.num_targets, mesh, (spec,), P())(data)
+    loss = functools.partial(gpt.loss, config)
+    weights = ft.init_params(ft.random.key(0), gpt.defs(config))
+    with pytest.raises(ValueError, match=r"tokens: got parts with padding"):
+        ft.shard_map(loss, mesh, (P(), spec), P())(weights, data)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_ranks_of_cp_take_samples_that_the_batch_pads(order):
+    """21 of 24 tokens: the others have no target, and no token before them sees them."""
+    config, mesh = replace(LLAMA, dropout=0.0), Mesh(cp=2, tp=5)
+    weights, data, _, _, _ = dense(config)
+    short = {name: data[name][:, :21] for name in ("tokens", "targets")}
+    total = gpt.num_targets(short)
+    grads, value = torch.func.grad_and_value(lambda w: gpt.loss(config, w, short) / total)(weights)
+    padded = {"tokens": data["tokens"], "targets": data["targets"].clone()}
+    padded["targets"][:, 21:] = ft.nn.IGNORE_INDEX
+    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh, uneven=ALL))
+    context = gpt.Context(order=order)
+    options = ft.ModelOptions(STREAMS["uneven"], gather=ft.Gather(specs), context=context)
+
+    def program(weights, data):
+        total = gpt.num_targets(data)
+        loss = lambda weights: gpt.loss(config, weights, data, options) / total
+        value, grads = ft.value_and_grad(loss)(weights)
+        return value, ft.sync_gradients(grads, specs)
+
+    batch_specs = {name: gpt.batch_specs()[name] for name in padded}
+    f = ft.shard_map(program, mesh, (specs, batch_specs), (P(), specs))
+    assert_equal(*f(weights, padded), value, grads)
 
 
 def test_padded_tokens_are_never_sampled():
