@@ -41,6 +41,7 @@ class Uneven(tuple):
     zeros. ``lax.real_entries`` tells a rank which of its entries are real. The global value has
     `size` entries, and so has what checkpoints store. A tuple of the axes' names.
 
+    >>> from functron.spmd import local_shape
     >>> spec = P(ft.Uneven("fsdp", 124))
     >>> local_shape((124,), spec, ft.Mesh(fsdp=8))
     (16,)

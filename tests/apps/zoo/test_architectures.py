@@ -21,7 +21,11 @@ from functron.transforms import Gather
 
 TOLERANCE = 1e-10
 BATCH, SEQ, VOCAB = 8, 16, 50
-STREAMS = {"": gpt.STREAM, "sequence-parallel": gpt.SEQUENCE_PARALLEL_STREAM}
+STREAMS = {
+    "": gpt.STREAM,
+    "sequence-parallel": gpt.SEQUENCE_PARALLEL_STREAM,
+    "uneven": P(ft.DATA_AXES, ft.Uneven("tp", 16)),
+}
 
 
 def integers(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -229,6 +233,18 @@ def test_uneven_splits(name):
     weights, data, key, value, grads = dense(name)
     f = sharded(name, Mesh(tp=5), uneven=("vocab", "heads", "mlp", "embed"))
     assert_equal(*f(weights, data, key), value, grads)
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "llava", "t5"])
+def test_uneven_sequences(name):
+    """16 tokens over 5 ranks; T5's decoder has another length, which no such stream has."""
+    weights, data, key, value, grads = dense(name)
+    f = sharded(name, Mesh(tp=5), "uneven", uneven=("vocab", "heads", "mlp", "embed"))
+    if name == "t5":
+        with pytest.raises(ValueError, match="got 8 tokens per sample; wanted 16"):
+            f(weights, data, key)
+    else:
+        assert_equal(*f(weights, data, key), value, grads)
 
 
 def test_groups_of_states_are_not_split_unevenly():
