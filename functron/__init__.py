@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         Mesh,
         P,
         Rules,
+        Uneven,
         gather,
         params,
         shard,

@@ -14,7 +14,7 @@ import functron
 from functron import training
 
 LINES = {
-    "spmd": 9_300,
+    "spmd": 9_400,
     "program": 12_700,
     "compiler": 21_200,
     "transforms": 18_900,

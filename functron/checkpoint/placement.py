@@ -28,7 +28,14 @@ from functron.core.errors import Problem, nearest, raise_problems, tensor_proble
 from functron.pipeline.partition import Partition
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.params import ParamDef, pieces_of
-from functron.spmd.spec import P, as_entry, dim_axes, is_spec, num_shards, problems
+from functron.spmd.spec import (
+    P,
+    dim_axes,
+    dim_sizes,
+    is_spec,
+    part_span,
+    problems,
+)
 
 CHUNK_BYTES = 8 << 20
 _SMALL_CHUNK = 1 << 20  # chunks are not made smaller than this only to give every replica some
@@ -148,10 +155,10 @@ class Placement:
         On a bound mesh every rank is a process that holds its shards. On a simulated one, and
         without any, this process holds everything.
 
-        Dims that do not divide are padded as ZeRO pads its shards: of the axes that split a dim,
-        the longest leading part that divides its size splits evenly; the others together cut what
-        is left into parts of ``ceil(size / parts)``, the last ones short or empty, and padded to
-        that length.
+        Dims that do not divide are padded as those of `functron.Uneven` and ZeRO's shards are: each
+        axis in turn cuts the parts of those before it into parts of ``ceil(size / ranks)``, the
+        last ones short or empty, and padded to that length. Where one process holds everything,
+        `Uneven` dims have no padding.
 
         Args:
             like: the canonical state: tensors (meta ones, best) in their global, unpadded shapes.
@@ -217,8 +224,10 @@ class Placement:
             return None if found is None else _group_runs(found, leaf.group)
         axes = dim_axes(leaf.spec, len(leaf.shape))
         if self.rank is None:
+            real = dim_sizes(leaf.spec, len(leaf.shape))
             return [
-                _all_runs(n, names, self.mesh) for n, names in zip(leaf.shape, axes, strict=True)
+                _all_runs(n, names, self.mesh) if size is None else ([_Run(0, n, 0)], n)
+                for n, names, size in zip(leaf.shape, axes, real, strict=True)
             ]
         coordinate = self.mesh.coordinate(rank)
         rows = self._rows(leaf, coordinate.get(self.axis, 0))
@@ -293,7 +302,7 @@ def _separate(leaf: Leaf, joined: Mapping[str, ParamDef], found: list[Problem]) 
         before, own, after = f"/{leaf.path}/".partition(f"/{path}/")
         if not own:
             continue
-        axes = dim_axes(leaf.spec, len(leaf.shape))
+        axes = [*leaf.spec, *[None] * (len(leaf.shape) - len(leaf.spec))]
         if leaf.shape[:-1] != d.shape[:-1] or axes[-2]:
             got, fix = f"{leaf.shape} split by {leaf.spec}", "set gpt.fused_projections to false"
             wanted = f"whole pieces, as of the parameter's {d.shape}"
@@ -304,7 +313,7 @@ def _separate(leaf: Leaf, joined: Mapping[str, ParamDef], found: list[Problem]) 
                 f"{before}/{one.path}/{after}".strip("/"),
                 (*one.shape[:-1], leaf.shape[-1]),
                 leaf.dtype,
-                P(*map(as_entry, (*axes[:-2], axes[-1]))),
+                P(*axes[:-2], axes[-1]),
                 JoinedPart(leaf.path, leaf.shape, leaf.spec, one.start, one.size),
             )
             for one in pieces_of(path, d)
@@ -325,14 +334,8 @@ def _span(
     size: int, axes: Sequence[str], mesh: Mesh, coordinate: Mapping[str, int]
 ) -> tuple[int, int, int]:
     """Where the shard at `coordinate` begins and ends in a dim, and its length with padding."""
-    begin, rest = 0, list(axes)
-    while rest and size % mesh[rest[0]] == 0:
-        name = rest.pop(0)
-        size //= mesh[name]
-        begin += coordinate.get(name, 0) * size
-    index, length = mesh.rank_at(coordinate, rest), -(-size // num_shards(rest, mesh))
-    first, last = min(index * length, size), min((index + 1) * length, size)
-    return begin + first, begin + last, length
+    counts = [mesh[name] for name in axes]
+    return part_span(size, counts, [coordinate.get(name, 0) for name in axes])
 
 
 def _all_runs(size: int, axes: Sequence[str], mesh: Mesh) -> tuple[list[_Run], int]:

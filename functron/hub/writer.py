@@ -47,7 +47,7 @@ from functron.models import lora, mup
 from functron.models.config import GPTConfig
 from functron.models.family import Config, family_of
 from functron.spmd import BoundMesh, Mesh, P, gather
-from functron.spmd.spec import dim_axes, global_shape, is_spec, num_shards
+from functron.spmd.spec import Uneven, as_entry, dim_axes, global_shape, is_spec, num_shards
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -276,13 +276,17 @@ def _gather_row(
     # Where a stacked dim is sharded, each rank gives its row at the owner's local index, and the
     # owner's is picked.
     axes = dim_axes(spec, leaf.dim())
+    entries = [*spec, *[None] * (leaf.dim() - len(spec))]
     owners = []
     for dim, wanted in enumerate(index):
-        size = leaf.shape[dim]
+        size, entries[dim] = leaf.shape[dim], as_entry(axes[dim])  # as many rows as ranks
+        if isinstance(spec[dim] if dim < len(spec) else None, Uneven) and len(axes[dim]) > 1:
+            fix = "restore the checkpoint on another mesh"
+            refuse("export", f"dim {dim}", f"{spec}", "one axis that splits it unevenly", fix)
         leaf = leaf.narrow(dim, wanted % size, 1)
         owners.append(wanted // size if axes[dim] else 0)
     if any(num_shards(names, mesh) > 1 for names in axes):
-        leaf = gather(leaf.contiguous(), spec, mesh)
+        leaf = gather(leaf.contiguous(), P(*entries), mesh)
     return leaf[tuple(owners)]
 
 

@@ -37,7 +37,7 @@ from functron.models.options import (
     takes_layer,
 )
 from functron.nn import context
-from functron.nn.layers import name_columns, sequence_axes
+from functron.nn.layers import name_columns, sequence_axes, uneven_length
 from functron.nn.moe import FilledSums, RouterSums, moe, moe_defs
 from functron.pipeline.partition import Part
 from functron.precision import history_def
@@ -515,9 +515,9 @@ def stream(
     key: Key | None,
 ) -> tuple[Tensor, Auxiliary | Activations | None]:
     """The residual stream after the layers of `part`, and the auxiliary results so far."""
-    split = lax.axis_size(tuple(a for a in sequence_axes(options.stream) if a not in CONTEXT_AXES))
     longest = config.max_seq if sequence.segments is None else None
-    check_length(sequence.tokens.shape[1], longest, split)
+    check_length(sequence.tokens.shape[1], longest, options.stream)
+    _check_uneven(config, options)
     check_positions(sequence, config.rope_sections, options.context)
     x, beside = received if isinstance(received, tuple) else (received, None)
     auxiliary, squares = beside if isinstance(beside, Activations) else (beside, None)
@@ -554,6 +554,19 @@ def stream(
             new = Auxiliary(new.loss.sum(), new.sums)
             auxiliary = add_auxiliary(auxiliary, new, start - layers.start, config.num_routers)
     return x, auxiliary if squares is None else Activations(auxiliary, squares)
+
+
+def _check_uneven(config: GPTConfig, options: ModelOptions) -> None:
+    """Refuse padded parts of sequences where something counts their tokens."""
+    if uneven_length(options.stream) is None:
+        return
+    got, fix = f"{options.stream}, with padding", "choose a length that these ranks divide"
+    if config.moe is not None:
+        wanted = "tokens alone, as experts are chosen for each token"
+        refuse("the sequence cannot be split", "options.stream", got, wanted, fix)
+    if config.kv_rank and options.matmul.linear is not nn.MATMUL.linear:
+        wanted = "tokens alone, as quantised products of latents scale by the largest"
+        refuse("the sequence cannot be split", "options.stream", got, wanted, fix)
 
 
 def embedded(

@@ -71,6 +71,9 @@ class Objective:
 
 NEXT_TOKEN = Objective()
 
+UNEVEN = frozenset({"uneven"})
+"""`Family.rules_settings` where rules take logical axes that are split unevenly."""
+
 
 def _not_counted(config: Any, *sizes: int) -> NoReturn:
     title, fix = "cannot count the FLOPs of a step", "count those of its program: ft.trace(fn)"
@@ -200,7 +203,7 @@ GPT = Family(
     "gpt", "a GPT", GPTConfig, gpt.PRESETS, gpt.defs, gpt.rules, gpt.loss, gpt.num_targets,
     gpt.flops_per_token,
     settings=frozenset({"context", "expert_axes", "kernels", "loss_chunk_tokens", "matmul"}),
-    rules_settings=frozenset({"expert_axes"}), draws=decoder.draws, adapters=True,
+    rules_settings=frozenset({"expert_axes"}) | UNEVEN, draws=decoder.draws, adapters=True,
     objective=NEXT_TOKEN, free=_GPT_FREE, needs=GPT_NEEDS, canonical=_gpt_canonical,
     numbers=_gpt_numbers,
 )  # fmt: skip

@@ -7,11 +7,12 @@ programs: pure functions of this rank's parameters and batch, run as `ModelOptio
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
-from functron.core.errors import Problem, public, raise_problems, refuse
+from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models import decoder, mup
 from functron.models.config import PRESETS, GPTConfig
@@ -47,7 +48,7 @@ from functron.spmd import CONTEXT_AXES, DATA_AXES, P, params
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.params import Normal, ParamDef
-from functron.spmd.spec import Rules, SpecEntry, as_entry
+from functron.spmd.spec import Rules, SpecEntry, Uneven, as_entry, part_length
 
 __all__ = [
     "PRESETS",
@@ -88,6 +89,7 @@ def rules(
     *,
     fsdp: tuple[str, ...] = ("fsdp",),
     expert_axes: tuple[str, ...] = ("ep",),
+    uneven: tuple[str, ...] = (),
 ) -> Rules:
     """Megatron's tensor parallelism, and fully sharded data parallelism, for this model and mesh.
 
@@ -106,27 +108,31 @@ def rules(
             ``("ep",)``; ``("ep", "tp")`` under sequence parallelism, which is Megatron's folding
             with expert-tensor-parallel size 1; with ``"cp"`` and ``"ulysses"`` where these exist.
             Pass the same in `ModelOptions`.
+        uneven: logical axes that what splits them need not divide (`functron.Uneven`): some of
+            ``"vocab"``, ``"heads"``, ``"mlp"``, ``"embed"`` and ``"expert"``. Key heads that tp
+            does not divide are then replicated where several query heads share one; experts may
+            be split unevenly over one axis alone.
 
     Raises:
-        ValueError: tp, fsdp or expert_axes does not divide what it splits, or the mesh has an axis
-            this model does not use; all offenders are listed.
+        ValueError: tp, fsdp or expert_axes does not divide what it splits, and `uneven` does not
+            say so, or the mesh has an axis this model does not use; all offenders are listed.
     """
     tp, moe = mesh["tp"], config.moe
-    replicate_kv = config.kv_heads < tp and tp % config.kv_heads == 0
-    wanted = {"num_heads": config.num_heads}
-    if not replicate_kv:
+    found = uneven_problems(uneven, ("vocab", "heads", "mlp", "embed", "expert"))
+    shared = config.kv_heads < tp and tp % config.kv_heads == 0
+    grouped = config.kv_heads < config.num_heads and "heads" in uneven
+    replicate_kv = shared or (grouped and config.kv_heads % tp > 0)
+    wanted = {} if "heads" in uneven else {"num_heads": config.num_heads}
+    if not (replicate_kv or "heads" in uneven):
         wanted["num_kv_heads"] = config.kv_heads
-    if "dense" in config.stacks or moe is None:
+    if ("dense" in config.stacks or moe is None) and "mlp" not in uneven:
         wanted["mlp_dim"] = config.mlp_dim
-    if moe is not None:
+    if moe is not None and "mlp" not in uneven:
         wanted["moe.shared_dim"] = moe.shared_dim
         wanted |= {} if "tp" in expert_axes else {"moe.expert_dim": moe.expert_dim}
-    found = tp_problems(wanted, tp)
-    if config.num_heads % (tp * mesh["ulysses"]) and not config.num_heads % tp:
-        fix = "use fewer, and cp for the others"
-        each = f"a multiple of tp={tp} x ulysses={mesh['ulysses']}"
-        found.append(Problem("num_heads", str(config.num_heads), each, fix))
-    if config.padded_vocab % tp:
+    found += tp_problems(wanted, tp)
+    found += _head_problems(config, mesh, uneven)
+    if config.padded_vocab % tp and "vocab" not in uneven:
         own, fix = (
             config.vocab_multiple,
             f"set vocab_multiple={math.lcm(config.vocab_multiple, tp)}",
@@ -135,29 +141,64 @@ def rules(
     if replicate_kv and config.fused_projections is True and not config.kv_rank:
         fix = f"set fused_projections=False, or tp={config.kv_heads}"
         got = f"True with {config.kv_heads} key heads on tp={tp}"
-        wanted = "False: ranks that share a key head cannot have its matrix with their queries'"
+        wanted = "False: ranks that share key heads cannot have their matrix with their queries'"
         found.append(Problem("fused_projections", got, wanted, fix))
-    found += _expert_problems(config, mesh, expert_axes)
+    found += _expert_problems(config, mesh, expert_axes, "expert" in uneven)
     embed = {"embed_dim": config.embed_dim}
     if moe is not None and moe.latent_dim:
         embed["moe.latent_dim"] = moe.latent_dim
-    found += fsdp_problems(embed, mesh, fsdp)
+    found += fsdp_problems({} if "embed" in uneven else embed, mesh, fsdp)
     raise_problems("this model cannot run on this mesh", found)
+    rules = {
+        "vocab": "tp",
+        "heads": "tp",
+        "kv_heads": None if replicate_kv else "tp",
+        "mlp": "tp",
+        "expert": as_entry([axis for axis in expert_axes if mesh[axis] > 1]),
+        "expert_mlp": None if "tp" in expert_axes else "tp",
+        **embed_rules(mesh, fsdp),
+    }
+    return uneven_rules(rules, uneven)
+
+
+def uneven_problems(uneven: Sequence[str], known: Sequence[str]) -> list[Problem]:
+    """A problem for each logical axis in `uneven` that is none of these."""
+    wanted = f"logical axes of this model that can be uneven: {', '.join(known)}"
+    return [
+        Problem("uneven", repr(name), wanted, nearest(name, known))
+        for name in uneven
+        if name not in known
+    ]
+
+
+_TOGETHER = MappingProxyType({"kv_heads": "heads", "expert_mlp": "mlp"})
+
+
+def uneven_rules(rules: Mapping[str, SpecEntry], uneven: Sequence[str]) -> Rules:
+    """The rules, of which those of logical axes in `uneven` split them unevenly."""
     return Rules(
         {
-            "vocab": "tp",
-            "heads": "tp",
-            "kv_heads": None if replicate_kv else "tp",
-            "mlp": "tp",
-            "expert": as_entry([axis for axis in expert_axes if mesh[axis] > 1]),
-            "expert_mlp": None if "tp" in expert_axes else "tp",
-            **embed_rules(mesh, fsdp),
+            name: Uneven(entry) if entry and _TOGETHER.get(name, name) in uneven else entry
+            for name, entry in rules.items()
         }
     )
 
 
+def _head_problems(
+    config: GPTConfig, mesh: Mesh | BoundMesh, uneven: Sequence[str]
+) -> Iterator[Problem]:
+    """Heads that tp and ulysses together do not divide; a single one that tp has to split."""
+    tp, ulysses, count = mesh["tp"], mesh["ulysses"], config.num_heads
+    if "heads" in uneven and count == 1 < tp:
+        yield Problem("num_heads", "1", f"at least 2 for tp={tp}", "use tp=1")
+    if (part_length(count, [tp]) % ulysses) and ("heads" in uneven or not count % tp):
+        each = f"a multiple of tp={tp} x ulysses={ulysses}"
+        each = f"with padding {each}" if "heads" in uneven else each
+        yield Problem("num_heads", str(count), each, "use fewer, and cp for the others")
+
+
 def _expert_problems(
-    config: GPTConfig, mesh: Mesh | BoundMesh, expert_axes: tuple[str, ...]
+    config: GPTConfig, mesh: Mesh | BoundMesh, expert_axes: tuple[str, ...], uneven: bool
 ) -> list[Problem]:
     if config.moe is None:
         wanted, fix = "ep=1: this decoder has no experts", "put those ranks on dp, fsdp or tp"
@@ -167,8 +208,10 @@ def _expert_problems(
         return [Problem("expert_axes", repr(expert_axes), f"some of {_TOKENS}, each once", fix)]
     found, count = [], config.moe.num_experts
     ranks = math.prod(mesh[axis] for axis in expert_axes)
-    if count % ranks:
-        each = " x ".join(f"{axis}={mesh[axis]}" for axis in expert_axes if mesh[axis] > 1)
+    split = [axis for axis in expert_axes if mesh[axis] > 1]
+    if count % ranks and not (uneven and len(split) == 1):
+        each = " x ".join(f"{axis}={mesh[axis]}" for axis in split)
+        each += ", or one axis that need not divide them" if uneven else ""
         fix = f"divide them among {math.gcd(count, ranks)} ranks"
         found.append(Problem("moe.num_experts", str(count), f"a multiple of {each}", fix))
     if "ep" not in expert_axes and mesh["ep"] > 1:

@@ -35,16 +35,16 @@ from functron.nn.context import (
     own_positions,
     to_balanced,
 )
-from functron.nn.layers import SEQ_DIM, sequence_axes
+from functron.nn.layers import SEQ_DIM, sequence_axes, uneven_length
 from functron.nn.moe.room import room_problems
 from functron.nn.multi_token import SequenceOrder
 from functron.ops import AUTO, Kernels
 from functron.program.recorder import aside
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P
 from functron.spmd import collectives as lax
-from functron.spmd.axes import Scope, enter
+from functron.spmd.axes import Scope, enter, scope
 from functron.spmd.params import ParamDef
-from functron.spmd.spec import entry_axes
+from functron.spmd.spec import entry_axes, is_uneven
 from functron.transforms import Gather
 from functron.transforms.capture import is_watched, unwatched
 
@@ -164,7 +164,8 @@ def require(batch: Batch, *names: str) -> None:
     """Check that a batch has these entries.
 
     Raises:
-        ValueError: some are missing; all are listed.
+        ValueError: some are missing, or a spec cuts them into parts with padding (`Uneven`), which
+            would count; all are listed.
         TypeError: it is not a mapping.
     """
     if not isinstance(batch, Mapping):
@@ -172,6 +173,12 @@ def require(batch: Batch, *names: str) -> None:
         got = type(batch).__name__
         refuse("the batch cannot be used", "batch", got, wanted, error=TypeError)
     found = []
+    for name, value in batch.items():
+        spec = next((spec for given, spec in scope().given if given is value), None)
+        if is_uneven(spec):
+            fix = "pad the batch itself, with targets nn.IGNORE_INDEX, which do not count"
+            wanted = "samples and tokens that their ranks divide"
+            found.append(Problem(name, f"parts with padding, {spec}", wanted, fix))
     for name in names:
         if name not in batch:
             wanted, other = _ELSEWHERE[name]
@@ -252,23 +259,32 @@ def check_positions(sequence: Sequence, sections: tuple[int, ...], context: Cont
     refuse("the batch cannot be used", "positions", shape, wanted, fix)
 
 
-def check_length(seq: int, max_seq: int | None, split: int) -> None:
+def check_length(seq: int, max_seq: int | None, stream: P) -> None:
     """Raise ValueError unless samples, of which ranks hold `seq` tokens each, are short enough.
 
     Args:
         max_seq: of a whole sample; None: no limit, as each is several documents.
-        split: how many ranks of tp split a rank's tokens again.
+        stream: the spec of the residual stream, by which tp may split a rank's tokens again.
     """
+    split = lax.axis_size(tuple(a for a in sequence_axes(stream) if a not in CONTEXT_AXES))
     whole = seq * lax.axis_size(CONTEXT_AXES)
     if max_seq is not None and whole > max_seq:
         raise ValueError(
             f"forward: got {whole} tokens per sample; wanted at most max_seq={max_seq}; "
             "shorten the samples or raise max_seq"
         )
-    if seq % split:
+    length = uneven_length(stream)
+    if length is None and seq % split:
+        axes = ", ".join(map(repr, sequence_axes(stream)))
         raise ValueError(
             f"forward: got {whole} tokens per sample; wanted a multiple of {split * whole // seq}, "
-            "the ranks that split the sequence; change its length"
+            "the ranks that split the sequence; change its length, or pad their parts: "
+            f"ModelOptions(stream=P(..., Uneven(({axes}), {whole})))"
+        )
+    if length not in (None, whole):
+        raise ValueError(
+            f"forward: got {whole} tokens per sample; wanted {length}, as the stream {stream} "
+            "says, which context axes (cp, ulysses) divide; change one of them"
         )
 
 
@@ -419,6 +435,10 @@ class ModelOptions:
     def __post_init__(self):
         raise_problems("ModelOptions", [*choice_problems(self), *room_problems(self.expert_room)])
         found = []
+        if self.watch and uneven_length(self.stream) is not None:
+            wanted = f"False with {self.stream}: padding would be measured too"
+            found.append(Problem("watch", "True", wanted, "choose a length that ranks divide"))
+        raise_problems("ModelOptions", found)
         for name in HOOKS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Hook) and not callable(value):

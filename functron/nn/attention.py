@@ -505,10 +505,13 @@ def _select_own_heads(x: Tensor, num_local: int, config: AttentionConfig, axis: 
     group = config.num_heads // config.kv_heads
     if x.shape[-2] * group == num_local:
         return x
-    # fewer key heads than ranks: every rank holds all of them and takes the one of its queries,
-    # by a mask, since Inductor compiles the gradient of such an index wrongly (see `own_part`)
-    head = lax.global_index(num_local, axis, device=x.device)[:1] // group
-    own = (torch.arange(x.shape[-2], device=x.device) == head).unsqueeze(-1)
+    # every rank holds all key heads, and takes those of its queries by a mask, since Inductor
+    # compiles the gradient of such an index wrongly (see `own_part`)
+    heads = lax.global_index(num_local, axis, device=x.device) // group
+    if config.num_heads % num_local or group % num_local:  # tp divides neither: one for each query
+        own = torch.arange(x.shape[-2], device=x.device) == heads.unsqueeze(-1)
+        return own.to(x.dtype) @ x
+    own = (torch.arange(x.shape[-2], device=x.device) == heads[:1]).unsqueeze(-1)
     zero = torch.zeros((), dtype=x.dtype, device=x.device)
     return torch.where(own, x, zero).sum(-2, keepdim=True, dtype=x.dtype)
 

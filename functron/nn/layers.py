@@ -46,7 +46,7 @@ from functron.spmd import collectives as lax
 from functron.spmd.axes import AxisNames
 from functron.spmd.params import JOINED, Normal, ParamDef, ones, zeros
 from functron.spmd.simulate import product
-from functron.spmd.spec import P, entry_axes
+from functron.spmd.spec import DimCut, P, dim_sizes, entry_axes, fill, part_length, take
 from functron.transforms.capture import is_watched, name_value
 from functron.transforms.parameter_gather import Encoded
 
@@ -128,6 +128,17 @@ def sequence_axes(stream: P) -> tuple[str, ...]:
     return entry_axes(stream[SEQ_DIM]) if len(stream) > SEQ_DIM else ()
 
 
+def uneven_length(stream: P) -> int | None:
+    """The length of whole sequences, where `stream` splits them as `Uneven`; else None."""
+    return dim_sizes(stream, SEQ_DIM + 1)[SEQ_DIM]
+
+
+def _length_over(stream: P, axis: str) -> int | None:
+    """That of the part of an `Uneven` sequence that all ranks of `axis` have together."""
+    size, others = uneven_length(stream), (a for a in sequence_axes(stream) if a != axis)
+    return None if size is None else part_length(size, [lax.axis_size(a) for a in others])
+
+
 def name_columns(y: Tensor, name: str, stream: P, axis: str = "tp") -> Tensor:
     """y ``[batch, seq, columns, ...]``, named for `functron.capture`.
 
@@ -145,9 +156,12 @@ def gather_sequence(
     """The stream with its sequence whole over `axis`: ``[B, T / n, D]`` to ``[B, T, D]``.
 
     Identity unless `stream` splits the sequence by `axis`; then one all-gather of the result's
-    bytes, and in backward one reduce-scatter.
+    bytes, and in backward one reduce-scatter. Padding of an `Uneven` sequence is left out.
     """
-    return lax.all_gather(x, axis, axis=SEQ_DIM, tiled=True) if axis in sequence_axes(stream) else x
+    if axis not in sequence_axes(stream):
+        return x
+    x, length = lax.all_gather(x, axis, axis=SEQ_DIM, tiled=True), _length_over(stream, axis)
+    return x if length in (None, x.shape[SEQ_DIM]) else x.narrow(SEQ_DIM, 0, length)
 
 
 def reduce_partial(
@@ -156,11 +170,14 @@ def reduce_partial(
     """The stream from every rank's part of a sum over `axis`.
 
     One all-reduce of y's bytes; where `stream` splits the sequence by `axis`, one reduce-scatter to
-    ``[B, T / n, D]`` instead. Backward: all-reduce, or all-gather.
+    ``[B, T / n, D]`` instead, of an `Uneven` sequence with padding of zeros. Backward: all-reduce,
+    or all-gather.
     """
-    if axis in sequence_axes(stream):
-        return lax.psum_scatter(y, axis, scatter_dimension=SEQ_DIM, tiled=True)
-    return lax.psum(y, axis)
+    if axis not in sequence_axes(stream):
+        return lax.psum(y, axis)
+    if uneven_length(stream) is not None:
+        y = fill(y, SEQ_DIM, (axis,))
+    return lax.psum_scatter(y, axis, scatter_dimension=SEQ_DIM, tiled=True)
 
 
 def _product(
@@ -342,6 +359,8 @@ def stream_positions(
 ) -> Int[Tensor, "*batch seq"]:
     """The positions in the sequence, int64 ``[seq]``, of the part of the stream that x holds.
 
+    Those of padding (`Uneven`) are 0.
+
     Args:
         x: this rank's part of the stream.
         stream: its spec.
@@ -349,10 +368,15 @@ def stream_positions(
             ``[batch, whole_seq]``; None: they are in order (see `functron.nn.context`).
     """
     size, axes = x.shape[SEQ_DIM], sequence_axes(stream)
+    length = uneven_length(stream)
+    if positions is None and length is not None:
+        return take(torch.arange(length, device=x.device), (DimCut(-1, axes),))
     if positions is None:
         return lax.global_index(size, axes, device=x.device)
     if axis not in axes or lax.axis_size(axis) == 1:
         return positions
+    if length is not None:
+        return take(positions, (DimCut(-1, (axis,)),))
     return torch.index_select(positions, -1, lax.global_index(size, axis, device=x.device))
 
 
@@ -671,7 +695,7 @@ def dropout(
         raise ValueError(f"dropout: got rate={rate}; wanted at least 0 and below 1")
     if key is None or rate == 0:
         return x
-    seq = x.shape[SEQ_DIM] * lax.axis_size(sequence_axes(stream))
+    seq = uneven_length(stream) or x.shape[SEQ_DIM] * lax.axis_size(sequence_axes(stream))
     # the batch size does not enter the numbers: the first dim is the slowest of the counter
     shape = (x.shape[0], seq, *x.shape[SEQ_DIM + 1 :])
     index = (rows, stream_positions(x, stream, positions), *[None] * (x.dim() - 2))

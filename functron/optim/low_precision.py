@@ -52,7 +52,7 @@ from functron.optim.transformation import (
 from functron.optim.zero import flat_specs, leaf_specs
 from functron.program.recorder import active
 from functron.spmd.mesh import BoundMesh, Mesh
-from functron.spmd.spec import DimCut, P, dim_axes, num_shards, padded_shape, take
+from functron.spmd.spec import DimCut, P, dim_axes, padded_part_shape, take
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """The dtypes whose parameters have masters."""
@@ -498,8 +498,7 @@ def check_blocks(
     flat = [spec or P() for spec in flat_specs(specs, defs)]
     chosen = tree.leaves(quantisable(defs, block))
     for path, d, spec, flag in zip(tree.paths(defs), tree.leaves(defs), flat, chosen, strict=True):
-        parts = num_shards(dim_axes(spec, len(d.shape))[-1], mesh) if flag else 1
-        size = padded_shape(d.shape, spec, mesh)[-1] // parts if flag else 0
+        size = padded_part_shape(d.shape, spec, mesh)[-1] if flag else 0
         if size % block:
             got = f"shards of {size} along the last dim of shape {tuple(d.shape)}, split by {spec}"
             wanted = f"a multiple of {block}, the elements that share a scale"

@@ -48,7 +48,6 @@ from functron.spmd.simulate import varying_axes
 from functron.spmd.spec import (
     DimCut,
     P,
-    as_entry,
     cut_tree,
     cuts_between,
     dim_axes,
@@ -59,6 +58,7 @@ from functron.spmd.spec import (
     padded_shape,
     spec_axes,
     take,
+    with_axes,
 )
 
 STACKED = "layers"
@@ -105,7 +105,7 @@ def _shard(leaf: Any, spec: P, mesh: Mesh | BoundMesh, axes: Sequence[str]) -> P
     # padded size over size; the first of the best, as its parts lie together in memory
     best = min(dims, key=lambda dim: -(-local[dim] // parts) * parts / max(local[dim], 1))
     entries = [*spec, *itertools.repeat(None, len(leaf.shape) - len(spec))]
-    entries[best] = as_entry([*entry_axes(entries[best]), *missing])
+    entries[best] = with_axes(entries[best], [*entry_axes(entries[best]), *missing])
     return P(*entries)
 
 
@@ -240,7 +240,7 @@ def _append_axes(shard: P, given: P | None, spec: P | None) -> P | None:
     num_dims = max(len(given), len(spec), len(shard))
     entries = [*given, *itertools.repeat(None, num_dims - len(given))]
     for dim, axes in cuts_between(spec, shard, num_dims):
-        entries[dim] = as_entry([*entry_axes(entries[dim]), *axes])
+        entries[dim] = with_axes(entries[dim], [*entry_axes(entries[dim]), *axes])
     return P(*entries)
 
 

@@ -53,12 +53,15 @@ from functron.partitioning.placement import (
     Sizes,
     ValuePlacement,
     gather_together,
+    gather_uneven,
     local_shape,
     move,
     move_cost,
     placement_of,
     spec_of,
     steps,
+    take_uneven,
+    without_uneven,
 )
 from functron.partitioning.propagate import (
     JointGather,
@@ -76,7 +79,7 @@ from functron.program.trace import Program
 from functron.spmd import spec as sharding
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.shard_map import MappedFunction, check_spec_trees
-from functron.spmd.spec import P, is_spec
+from functron.spmd.spec import P, is_spec, is_uneven
 from functron.transforms.parameter_gather import MERGED_BYTES
 from functron.transforms.policies import RematPolicy
 from functron.transforms.remat import will_be_differentiated
@@ -119,7 +122,9 @@ def partition(
         fn: a function of whole values, without collectives; positional arguments only. `constrain`
             in it says where a value must lie. It may call `functron.value_and_grad`, `grad`,
             `remat` and `scan`, and other code that `functron.trace` can trace.
-        in_specs: a prefix tree of specs for the tuple of arguments; None: static.
+        in_specs: a prefix tree of specs for the tuple of arguments; None: static. Dims that are
+            `functron.Uneven` are gathered before anything is computed, and results' dims are cut
+            after everything; nothing between is split unevenly.
         out_specs: a prefix tree of specs for the result; None: each comes as it was computed,
             without partial sums, and `Partitioned.out_specs` says how.
         constraints: specs by patterns of named scopes (`functron.named_scope`), for code that stays
@@ -275,13 +280,27 @@ class Partitioned(MappedFunction):
 
     def _rank(self, *args):
         made = self._last = self._plan_for(args, whole=False)
-        leaves = [leaf for leaf in tree.leaves(args) if isinstance(leaf, torch.Tensor)]
+        given = tree.broadcast_prefix(
+            self._spec_prefix(args), args, is_leaf=is_spec, what="in_specs"
+        )
+        rows = zip(tree.leaves(args), given, strict=True)
+        leaves = [
+            gather_uneven(leaf, spec) if is_uneven(spec) else leaf
+            for leaf, spec in rows
+            if isinstance(leaf, torch.Tensor)
+        ]
         refuse_tracked(self.name, made.constants)
         constants = [x.detach() for x in made.constants]
         # differentiated from outside, gradients in the function are differentiated a second time
         once = not will_be_differentiated(leaves)
         results = iter(run_plan(made.plan, made.sizes, once, *leaves, *constants))
         outputs = [next(results) if isinstance(o, Var) else o for o in made.plan.block.outputs]
+        out = tree.unflatten(made.out_structure, outputs)
+        flat = tree.broadcast_prefix(self.out_specs, out, is_leaf=is_spec, what="out_specs")
+        outputs = [
+            take_uneven(x, spec) if is_uneven(spec) else x
+            for x, spec in zip(outputs, flat, strict=True)
+        ]
         return tree.unflatten(made.out_structure, outputs)
 
     def _plan_for(self, args: tuple, *, whole: bool) -> _FunctionPlan:
@@ -326,7 +345,7 @@ class Partitioned(MappedFunction):
         inputs = []
         for value in program.inputs:
             spec = given[len(inputs)] if value.role == "argument" else P()
-            inputs.append(placement_of(spec, len(value.var.shape), sizes))
+            inputs.append(placement_of(without_uneven(spec), len(value.var.shape), sizes))
         plan = plan_block(block, settings, inputs, self._pin_outputs(program, mesh, sizes))
         _check_travel(plan, [axis for axis in self._attention if axis in sizes], self.name)
         plan = with_gathers_together(with_equal_cotangents(plan, sizes), sizes)
@@ -376,7 +395,7 @@ class Partitioned(MappedFunction):
             ],
         )
         return [
-            placement_of(spec or P(), len(output.value.shape), sizes)
+            placement_of(without_uneven(spec or P()), len(output.value.shape), sizes)
             if isinstance(output.value, Var)
             else None
             for output, spec in rows

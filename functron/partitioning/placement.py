@@ -31,8 +31,19 @@ from typing import Literal, NamedTuple
 import torch
 
 from functron.core import compat
+from functron.core.errors import refuse
 from functron.spmd import collectives as lax
-from functron.spmd.spec import P, as_entry, dim_axes
+from functron.spmd.spec import (
+    DimCut,
+    P,
+    Uneven,
+    as_entry,
+    dim_axes,
+    dim_sizes,
+    is_uneven,
+    join_parts,
+    take,
+)
 
 Sizes = Mapping[str, int]
 """The sizes of the axes with more than one rank."""
@@ -104,7 +115,14 @@ class ValuePlacement:
 
 
 def placement_of(spec: P, num_dims: int, sizes: Sizes) -> ValuePlacement:
-    """The placement of a spec."""
+    """The placement of a spec.
+
+    Raises:
+        ValueError: it splits a dim unevenly.
+    """
+    if is_uneven(spec):
+        title, fix = "cannot follow this spec through a function", "split it so in in_specs alone"
+        refuse(title, "spec", f"{spec}", "axes that divide what they split", fix)
     dims = []
     for axes in dim_axes(spec, num_dims):
         outer, digits = 1, []
@@ -114,6 +132,28 @@ def placement_of(spec: P, num_dims: int, sizes: Sizes) -> ValuePlacement:
                 outer *= sizes[axis]
         dims.append(tuple(digits))
     return ValuePlacement(tuple(dims))
+
+
+def without_uneven(spec: P) -> P:
+    """The spec of what `gather_uneven` returns."""
+    return P(*(None if isinstance(entry, Uneven) else entry for entry in spec))
+
+
+def _uneven_cuts(spec: P, num_dims: int) -> tuple[DimCut, ...]:
+    rows = zip(dim_axes(spec, num_dims), dim_sizes(spec, num_dims), strict=True)
+    return tuple(
+        DimCut(dim - num_dims, axes) for dim, (axes, size) in enumerate(rows) if size is not None
+    )
+
+
+def gather_uneven(x: torch.Tensor, spec: P) -> torch.Tensor:
+    """x with its `Uneven` dims whole, without padding; one all_gather per axis."""
+    return join_parts(x, _uneven_cuts(spec, x.dim()), spec)
+
+
+def take_uneven(x: torch.Tensor, spec: P) -> torch.Tensor:
+    """This rank's part of `Uneven` dims that all ranks have whole; no communication."""
+    return take(x, _uneven_cuts(spec, x.dim()))
 
 
 def spec_of(placement: ValuePlacement, sizes: Sizes) -> P | None:

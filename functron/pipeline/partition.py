@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from functron.core import compat, tree
-from functron.core.errors import Problem, raise_problems
+from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.random import Index
 from functron.spmd.mesh import BoundMesh
 from functron.spmd.params import Initializer, ParamDef
-from functron.spmd.spec import P, entry_axes, is_spec
+from functron.spmd.spec import P, Uneven, entry_axes, is_spec
 
 Pipe = tuple[tuple[int, int], ...]
 """Per stage the (rank, chunk) that holds it."""
@@ -489,6 +489,11 @@ class Partition:
 
         def spread(spec: P, dim: int) -> P:
             entries = [*spec, *(None for _ in range(dim + 1 - len(spec)))]
+            if isinstance(entries[dim], Uneven):
+                wanted = f"a size that its axes and {axis} divide"
+                fix = "pad the vocabulary (vocab_multiple), or leave vocab_over_pp out"
+                title = "cannot divide what several ranks of a pipeline hold"
+                refuse(title, f"dim {dim}", f"{spec}", wanted, fix)
             entries[dim] = (*entry_axes(entries[dim]), axis)
             return P(*entries)
 

@@ -44,7 +44,7 @@ from functron.precision.recipe import Contraction, Recipe, Scaling
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.params import ParamDef
-from functron.spmd.spec import P, dim_axes, is_spec, local_shape
+from functron.spmd.spec import P, dim_axes, is_spec, is_uneven, local_shape
 from functron.transforms.parameter_gather import AxisSplit, Encoded, MatrixCode
 
 _SQUARES = ("tensor", "128x128", "16x16")
@@ -253,6 +253,10 @@ def _split_problems(
     Blocks of 128 may be incomplete along dims that are whole on every rank.
     """
     inputs, outputs = d.matrix
+    if is_uneven(spec):
+        fix = "pad the dim in the model's config, or gather weights as they are"
+        yield Problem(path, f"{spec}", "axes that divide what they split", fix)
+        return
     local = local_shape(d.shape, spec, mesh)
     first = len(local) - inputs - outputs
     sizes, split = local[first:], dim_axes(spec, len(local))[first:]

@@ -28,7 +28,8 @@ from functron.spmd.spec import (
     global_shape,
     is_spec,
     local_shape,
-    num_shards,
+    padded_part_shape,
+    part_span,
     problems,
 )
 
@@ -72,7 +73,9 @@ def tree_table(
     if isinstance(specs, Rules):
         rules = specs
         if any(map(_is_def, tree.leaves(value))):
-            specs = tree.map_with_path(lambda path, d: rules.spec(d.axes, path=path), value)
+            specs = tree.map_with_path(
+                lambda path, d: rules.spec(d.axes, path=path, shape=d.shape), value
+            )
         else:
             specs = rules.specs(value)
     paths, leaves = tree.paths(value, _is_p), tree.leaves(value, _is_p)
@@ -308,13 +311,14 @@ def _draw(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh | BoundMesh) ->
     raise_problems("visualize_sharding", problems(path or "shape", shape, spec, mesh))
     plain = mesh.mesh
     names = [tuple(n for n in axes if plain[n] > 1) for axes in dim_axes(spec, len(shape))]
-    dims = [Dim(d, shape[d], num_shards(names[d], plain), names[d]) for d in range(len(shape))]
+    counts = [tuple(plain[name] for name in axes) for axes in names]
+    dims = [Dim(d, shape[d], counts[d], names[d]) for d in range(len(shape))]
     by_use = sorted(dims, key=lambda dim: dim.blocks == 1)  # stable: split ones first
     drawn = tuple(sorted(by_use[:2], key=lambda dim: dim.number))
     cells: dict[tuple[int, ...], list[int]] = {}
     for rank in range(plain.size):
         cells.setdefault(tuple(dim.block(plain, rank) for dim in drawn), []).append(rank)
-    local = tuple(dim.size // dim.blocks for dim in dims)
+    local = padded_part_shape(shape, spec, mesh)
     head = f"{path} {shape}" if path else f"{shape}"
     title = f"{head} by {spec} on Mesh({plain}): each rank holds {local}"
     notes = [
@@ -338,23 +342,34 @@ class Dim:
     """A dim of a tensor, and how it is split.
 
     Attributes:
-        blocks: into how many equal parts it is split.
+        counts: how many ranks there are along each of `axes`.
         axes: the mesh axes that split it, major to minor.
     """
 
     number: int
     size: int
-    blocks: int
+    counts: tuple[int, ...]
     axes: tuple[str, ...]
+
+    @property
+    def blocks(self) -> int:
+        """Into how many parts it is split."""
+        return math.prod(self.counts)
 
     def block(self, mesh: Mesh, rank: int) -> int:
         """Which part `rank` holds."""
         return mesh.rank_at(mesh.coordinate(rank), self.axes)
 
     def bounds(self, block: int | None) -> str:
-        """The slice that is a block, ``4:8``."""
-        step = self.size // self.blocks
-        return "…" if block is None else f"{block * step}:{(block + 1) * step}"
+        """The slice that is a block, ``4:8``; without the padding of `Uneven` splits."""
+        if block is None:
+            return "…"
+        indices = []
+        for count in reversed(self.counts):
+            block, index = divmod(block, count)
+            indices.insert(0, index)
+        begin, end, _ = part_span(self.size, self.counts, indices)
+        return f"{begin}:{end}"
 
     def shown(self) -> list[int | None]:
         """The blocks to draw, None for those left out."""

@@ -43,7 +43,7 @@ from functron.program.text import (
 )
 from functron.program.trace import Program
 from functron.spmd.mesh import Mesh
-from functron.spmd.spec import P
+from functron.spmd.spec import P, Uneven
 
 _STRING = r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
 _NUMBER = r"(-?(?:inf|nan|\d+(?:\.\d+)?(?:e[+-]?\d+)?))(?![\w.])"
@@ -118,7 +118,9 @@ class TextLine:
         if self.match(r"\("):
             return tuple(self._read_sequence(lookup, r"\)"))
         if self.match(r"P\("):
-            return self._make_spec(self._read_sequence(lookup, r"\)"))
+            return self._make_spec(P, self._read_sequence(lookup, r"\)"))
+        if self.match(r"Uneven\("):
+            return self._make_spec(Uneven, self._read_sequence(lookup, r"\)"))
         if self.match(r"complex\("):
             parts = self._read_sequence(lookup, r"\)")
             if [type(part) for part in parts] != [float, float]:
@@ -138,11 +140,12 @@ class TextLine:
                 break
         return values
 
-    def _make_spec(self, entries: list) -> P:
+    def _make_spec(self, make: type, entries: list) -> Any:
+        wanted = "P of axis names, tuples of them, None, and Uneven of names and a size"
         try:
-            return P(*entries)
-        except TypeError as error:
-            self.fail("P of axis names, tuples of them, and None", got=str(error))
+            return make(*entries)
+        except (TypeError, ValueError) as error:
+            self.fail(wanted, got=str(error))
 
     def _read_name(self) -> Any:
         start = self.at
@@ -330,6 +333,7 @@ class _Parser:
         mesh = self.mesh(line)
         count = int(line.take(r"(\d{1,9}) equations", "the number of equations")[1])
         checked = not line.match(", unchecked")
+        line.match(r", (\d{1,18}) bytes of padding")  # which the specs say
         line.end()
         self.section("inputs")
         scope = _Scope()
@@ -378,6 +382,7 @@ class _Parser:
                 continue
             name, kind = line.declared()
             path, spec = line.word("the path of the input"), line.spec()
+            line.match(r"with (\d{1,18}) bytes of padding")  # which the spec says
             role = "constant" if line.match("constant") else "argument"
             role = "axis_index" if line.match("axis_index") else role
             donated = bool(line.match("donated"))

@@ -78,7 +78,8 @@ from functron.program.equations import (
     contiguous_strides,
     span_of,
 )
-from functron.spmd.spec import P
+from functron.spmd.mesh import Mesh
+from functron.spmd.spec import P, count_padding
 
 DTYPES: Mapping[str, torch.dtype] = {
     "f64": torch.float64,
@@ -245,11 +246,20 @@ def format(program: Code) -> str:  # noqa: A001  (read as text.format)
 
 
 def header(program: Code) -> str:
-    """The first line: name, mesh, and the number of equations, those of each block once."""
+    """The first line: name, mesh, the number of equations, those of each block once, and padding.
+
+    That is the bytes by which all parts together of `functron.Uneven` inputs exceed the whole.
+    """
     mesh = ", ".join(f"{name}={size}" for name, size in program.mesh.axes)
     count = sum(1 for _ in program.block.walk())
     unchecked = "" if program.checked else ", unchecked"
-    return f"program {word(program.name)} on Mesh({mesh}): {count} equations{unchecked}"
+    size = sum(_padding_bytes(entry, program.mesh) for entry in program.inputs)
+    padding = f", {size} bytes of padding" if size else ""
+    return f"program {word(program.name)} on Mesh({mesh}): {count} equations{unchecked}{padding}"
+
+
+def _padding_bytes(entry: Input, mesh: Mesh) -> int:
+    return count_padding(entry.var.shape, entry.spec, mesh) * entry.var.dtype.itemsize
 
 
 def input_rows(program: Code) -> list[list[str]]:
@@ -264,12 +274,14 @@ def input_rows(program: Code) -> list[list[str]]:
         if position in program.static:
             rows.append([value_text(program.static[position]), word(path), "", "static"])
         else:
-            rows.append(_input_cells(next(rest), program.block.inputs))
-    return rows + [_input_cells(entry, program.block.inputs) for entry in rest]
+            rows.append(_input_cells(next(rest), program))
+    return rows + [_input_cells(entry, program) for entry in rest]
 
 
-def _input_cells(entry: Input, inputs: Sequence[Var]) -> list[str]:
-    notes = [entry.role] if entry.role != "argument" else []
+def _input_cells(entry: Input, program: Code) -> list[str]:
+    inputs, size = program.block.inputs, _padding_bytes(entry, program.mesh)
+    notes = [f"with {size} bytes of padding"] if size else []
+    notes += [entry.role] if entry.role != "argument" else []
     notes += ["donated"] if entry.donated else []
     notes += storage_notes(entry.var, inputs)
     return [declaration(entry.var), word(entry.path), _spec_text(entry.spec), " ".join(notes)]

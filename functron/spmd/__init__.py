@@ -25,6 +25,6 @@ if TYPE_CHECKING:
         Mesh,
     )
     from functron.spmd.shard_map import gather, shard, shard_map
-    from functron.spmd.spec import P, Rules, local_shape, offsets, spec_axes
+    from functron.spmd.spec import P, Rules, Uneven, local_shape, offsets, spec_axes
 
 import_lazily(__name__)

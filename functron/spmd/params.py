@@ -15,13 +15,14 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from functron.core import random, tree
 from functron.core.errors import Problem, public, raise_problems, refuse
 from functron.core.random import Index
 from functron.core.tables import shows_differences
 from functron.spmd.mesh import BoundMesh, Mesh
-from functron.spmd.spec import P, Rules, is_spec, local_shape, offsets, validate
+from functron.spmd.spec import P, Rules, is_spec, local_shape, spans, validate
 
 Initializer = Callable[[torch.Tensor, Sequence[int], torch.dtype, Index], torch.Tensor]
 """``(key, global shape, dtype, index)`` to the values at `index` (all of them where it is None)."""
@@ -179,7 +180,7 @@ def param_specs(defs: tree.Tree, rules: Rules) -> tree.Tree:
         TypeError: leaves that are no `ParamDef`.
     """
     _check_defs(defs)
-    return tree.map_with_path(lambda path, d: rules.spec(d.axes, path=path), defs)
+    return tree.map_with_path(lambda path, d: rules.spec(d.axes, path=path, shape=d.shape), defs)
 
 
 def _check_defs(defs: tree.Tree) -> None:
@@ -280,12 +281,21 @@ def _init_one(key, path: str, d: ParamDef, spec: P, mesh) -> torch.Tensor:
     if random.is_abstract(key):
         return torch.empty(sizes, dtype=d.dtype, device=key.device)
     if bound:
-        starts = offsets(d.shape, spec, mesh, mesh.coordinate)
+        mine = spans(d.shape, spec, mesh, mesh.coordinate)
         index = [
-            None if local == whole else torch.arange(start, start + local, device=key.device)
-            for start, local, whole in zip(starts, sizes, d.shape, strict=True)
+            None if end - start == whole else torch.arange(start, end, device=key.device)
+            for (start, end, _), whole in zip(mine, d.shape, strict=True)
         ]
         index = None if all(row is None for row in index) else index
+    drawn = _draw(key, path, d, index)
+    if drawn.shape == torch.Size(sizes):
+        return drawn
+    rows = zip(reversed(sizes), reversed(drawn.shape), strict=True)
+    return F.pad(drawn, [n for size, real in rows for n in (0, size - real)])
+
+
+def _draw(key: torch.Tensor, path: str, d: ParamDef, index: Index) -> torch.Tensor:
+    """The values of a parameter at `index`."""
     if not d.pieces:
         return d.init(_key_at(key, path), d.shape, d.dtype, index)
     like = _shape_at(d.shape, index)

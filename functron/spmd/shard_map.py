@@ -48,7 +48,7 @@ from functron.spmd.simulate import (
     explain_error,
     run_ranks,
 )
-from functron.spmd.spec import P, dim_axes, is_spec, spec_axes, validate
+from functron.spmd.spec import P, dim_axes, is_spec, is_uneven, spec_axes, validate
 from functron.spmd.spec import shard as shard_one
 
 
@@ -168,12 +168,19 @@ def gather(value: tree.Tree, specs: tree.Tree, mesh: Mesh | BoundMesh) -> tree.T
     leaves, structure = tree.flatten(value)
     flat = tree.broadcast_prefix(specs, value, is_leaf=is_spec, what="specs")
     axes, absent = bound_axes(mesh)
+    rows = zip(tree.paths(value), leaves, flat, strict=True)
+    parts = [(path or "value", leaf.shape, spec) for path, leaf, spec in rows if is_uneven(spec)]
+    raise_problems(
+        "gather: these are no parts of values with these specs",
+        [each for part in parts for each in sharding.part_problems(*part, mesh)],
+    )
     out = []
     with bind(axes, absent=absent), torch.no_grad():
         for leaf, spec in zip(leaves, flat, strict=True):
             if isinstance(leaf, torch.Tensor) and spec is not None:
                 for dim, names in enumerate(dim_axes(spec, leaf.dim())):
                     leaf = all_gather(leaf, names, axis=dim, tiled=True) if names else leaf
+                leaf = sharding.trim_uneven(leaf, spec, mesh.shape)
             out.append(leaf)
     return tree.unflatten(structure, out)
 
@@ -461,8 +468,8 @@ class MappedFunction:
             where = f"{self.name}'s argument {path}"
             kind = type(leaf).__name__
             if isinstance(leaf, torch.Tensor) and spec is not None:
-                shape = sharding.global_shape(leaf.shape, spec, self.mesh) if bound else leaf.shape
-                sizes += sharding.problems(where, shape, spec, self.mesh)
+                find = sharding.part_problems if bound else sharding.problems
+                sizes += find(where, leaf.shape, spec, self.mesh)
             elif isinstance(leaf, torch.Tensor):
                 got = "a tensor with the static spec None"
                 kinds.append(Problem(where, got, "P() or another P"))
@@ -507,6 +514,7 @@ class MappedFunction:
             refuse_idle(f"{self._describe_function()} on Mesh({self.mesh})", self.mesh, idle)
             mine, where = self._mapped.axis_names, self._describe_function()
             check_outputs(outputs, specs, paths, mine, where, recorder)
+        rows = list(zip(outputs, specs, paths, strict=True))
         raise_problems(
             title,
             [
@@ -516,11 +524,18 @@ class MappedFunction:
                     + (f" with {value.dim()} dims" if isinstance(value, torch.Tensor) else ""),
                     f"a tensor with at least the {len(spec)} dims of its out_spec {spec}",
                 )
-                for value, spec, path in zip(outputs, specs, paths, strict=True)
+                for value, spec, path in rows
                 if spec is not None
                 and spec_axes(spec)
                 and (not isinstance(value, torch.Tensor) or value.dim() < len(spec))
             ],
+        )
+        uneven = [
+            (f"output {path}", value.shape, spec) for value, spec, path in rows if is_uneven(spec)
+        ]
+        raise_problems(
+            title,
+            [each for row in uneven for each in sharding.part_problems(*row, self._mapped)],
         )
         return outputs, specs, made
 

@@ -42,7 +42,7 @@ from functron.spmd.primitives import (
     RequireShare,
     call_unmentioned,
 )
-from functron.spmd.spec import P, dim_axes, spec_axes
+from functron.spmd.spec import P, dim_axes, pad_uneven, spec_axes, trim_uneven
 
 
 def run_ranks(
@@ -134,6 +134,7 @@ def _lead_with_axes(value: torch.Tensor, spec: P, sizes: dict[str, int]) -> torc
     """A view of the global value with the dims of its mesh axes first, in mesh order."""
     if not sizes:
         return value
+    value = pad_uneven(value, spec, sizes)
     shape: list[int] = []
     names: list[str | None] = []
     for size, axes in zip(value.shape, dim_axes(spec, value.dim()), strict=True):
@@ -166,7 +167,7 @@ def _join_axes(value: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Ten
         position = len(leading) + dim
         order += [*(leading.index(name) for name in axes), position]
         shape.append(value.shape[position] * math.prod(sizes[name] for name in axes))
-    return value.permute(order).reshape(shape)
+    return trim_uneven(value.permute(order).reshape(shape), spec, sizes)
 
 
 # --- products of ranks

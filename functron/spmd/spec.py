@@ -1,11 +1,15 @@
 """Partition specs: which mesh axes split which dims, and the arithmetic that follows from it.
 
+**Uneven splits.** A spec refuses sizes that its axes do not divide, unless it says `Uneven` and the
+size. Then each axis in turn, major to minor, cuts the parts of those before it into parts of
+``ceil(size / ranks)``, of which the last ones are short or empty, and padded with zeros to that
+length. A global value never has padding: it is added where parts are made (`shard`, shard_map's
+arguments, `functron.init_params`) and dropped where they are put together.
+
 What a spec leaves whole can be cut over further axes, where sizes divide or not: a `DimCut` says
-that a dim of a local value is cut over axes that the value is replicated over so far. The longest
-leading part of these axes that divides the dim splits it evenly. The others together cut what is
-left into parts of ``ceil(size / ranks)``, the last ones short or empty, and padded with zeros to
-that length. Padding is added by `take` and `scatter` and dropped by `join`; `padded_shape`, `pad`
-and `unpad` are for code that stores the parts.
+that a dim of a local value is cut over axes that the value is replicated over so far, into parts
+like those of an uneven split. Padding is added by `take` and `scatter` and dropped by `join`;
+`padded_shape`, `pad` and `unpad` are for code that stores the parts.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -22,7 +26,7 @@ from torch.nn import functional as F
 from functron.core import compat, tree
 from functron.core.errors import Problem, nearest, public, raise_problems, refuse
 from functron.core.tables import Table
-from functron.spmd.axes import Axis, axis_index, axis_size, lookup
+from functron.spmd.axes import Axis, AxisNames, axis_index, axis_size, lookup
 from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import STANDARD_AXES, BoundMesh, Mesh
 from functron.spmd.primitives import PsumScatter
@@ -30,11 +34,71 @@ from functron.spmd.primitives import PsumScatter
 SpecEntry = str | tuple[str, ...] | None
 
 
+class Uneven(tuple):
+    """An entry of a `P`: axes that cut a dim of this size, which they need not divide.
+
+    Every rank has a part of ``ceil(size / ranks)`` entries; those of the last ranks are padded with
+    zeros. ``lax.real_entries`` tells a rank which of its entries are real. The global value has
+    `size` entries, and so has what checkpoints store. A tuple of the axes' names.
+
+    >>> from functron.spmd import local_shape
+    >>> spec = P(ft.Uneven("fsdp", 124))
+    >>> local_shape((124,), spec, ft.Mesh(fsdp=8))
+    (16,)
+    >>> ft.Rules({"embed": ft.Uneven("fsdp")}).spec(("embed",), shape=(124,))
+    P(Uneven('fsdp', 124))
+
+    Args:
+        axes: a name, or several, major to minor.
+        size: of the whole dim. None: for rules, which take it from each parameter's shape.
+
+    Raises:
+        TypeError: an axis is no name.
+        ValueError: no axes, or a size below 1.
+    """
+
+    size: int | None
+
+    def __new__(cls, axes: str | Sequence[str], size: int | None = None):
+        names = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+        if not all(isinstance(name, str) for name in names):
+            fix = 'Uneven("fsdp", 124)'
+            refuse("Uneven", "axes", repr(axes), "names of axes", fix, TypeError)
+        if not names:
+            refuse("Uneven", "axes", repr(axes), "at least one", "write None for a whole dim")
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            refuse("Uneven", "size", repr(size), "the number of entries of the whole dim")
+        made = super().__new__(cls, names)
+        made.size = size
+        return made
+
+    def __getnewargs__(self) -> tuple:
+        return tuple(self), self.size
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Uneven):
+            return False
+        return self.size == other.size and tuple(self) == tuple(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((Uneven, tuple(self), self.size))
+
+    def __repr__(self) -> str:
+        axes = repr(self[0] if len(self) == 1 else tuple(self))
+        return f"Uneven({axes})" if self.size is None else f"Uneven({axes}, {self.size})"
+
+    __str__ = __repr__
+
+
 class P(tuple):
     """A partition spec: ``P("dp", None, ("fsdp", "tp"))`` names, per dim, the axes that split it.
 
     `None` leaves a dim whole; several axes split it major to minor, as in JAX; dims beyond the
-    spec are whole. ``P()`` is a fully replicated value.
+    spec are whole. ``P()`` is a fully replicated value. Axes must divide the dim that they split,
+    unless the entry is an `Uneven`.
 
     >>> from functron.spmd import local_shape
     >>> local_shape((8, 6), P("dp", "tp"), ft.Mesh(dp=2, tp=3))
@@ -88,6 +152,17 @@ def dim_axes(spec: P, num_dims: int) -> list[tuple[str, ...]]:
     return [entry_axes(spec[dim]) if dim < len(spec) else () for dim in range(num_dims)]
 
 
+def dim_sizes(spec: P, num_dims: int) -> list[int | None]:
+    """The size of each of `num_dims` dims that is split as `Uneven`; None for others."""
+    entries = [spec[dim] if dim < len(spec) else None for dim in range(num_dims)]
+    return [entry.size if isinstance(entry, Uneven) else None for entry in entries]
+
+
+def is_uneven(spec: P | None) -> bool:
+    """Whether parts of a value with this spec may be padded."""
+    return spec is not None and any(isinstance(entry, Uneven) for entry in spec)
+
+
 def num_shards(axes: Iterable[str], mesh: Mesh | BoundMesh) -> int:
     """Into how many shards these axes split a dim; axes that the mesh lacks count as 1."""
     return math.prod(mesh[name] for name in axes)
@@ -99,8 +174,8 @@ def problems(
     """Problems with splitting a value of this global shape by `spec` over `mesh`.
 
     Reports unknown axes, an axis used twice, a spec longer than the rank, and dims that do not
-    divide. A standard axis that the mesh lacks is fine: it has size 1. Without a shape (None) only
-    the axes are checked.
+    divide, or have another size than an `Uneven` entry says. A standard axis that the mesh lacks is
+    fine: it has size 1. Without a shape (None) only the axes are checked.
     """
     from_mesh = f"over Mesh({mesh.mesh})"
     known = {*mesh.axis_names, *STANDARD_AXES}
@@ -117,6 +192,10 @@ def problems(
             yield Problem(path, f"{spec}", f"axis {name!r} at most once", "split one dim by it")
         seen.add(name)
     if shape is None:
+        sizeless = [entry for entry in spec if isinstance(entry, Uneven) and entry.size is None]
+        for entry in sizeless:
+            fix = f"write Uneven({repr(entry)[7:-1]}, 124), say"
+            yield Problem(path, f"{spec}", "the size of the whole dim in each Uneven", fix)
         return
     if len(spec) > len(shape):
         yield Problem(
@@ -126,15 +205,18 @@ def problems(
             "drop entries, or give the value more dims",
         )
     for dim, axes in enumerate(dim_axes(spec, len(shape))):
-        shards = num_shards(axes, mesh)
-        if shape[dim] % shards:
-            yield Problem(
-                path,
-                f"dim {dim} of shape {tuple(shape)}, {shape[dim]}, split by {spec} {from_mesh}",
-                f"a multiple of {shards}",
-                f"pad dim {dim} to {-(-shape[dim] // shards) * shards}, "
-                f"or take {'/'.join(axes)} off that dim",
-            )
+        shards, size, entry = num_shards(axes, mesh), shape[dim], (*spec, None)[min(dim, len(spec))]
+        got = f"dim {dim} of shape {tuple(shape)}, {size}, split by {spec} {from_mesh}"
+        instead = Uneven(axes, max(size, 1)) if axes else None
+        if isinstance(entry, Uneven):
+            if entry.size != size:
+                wanted = "its size in the spec" if entry.size is None else f"the size {entry.size}"
+                yield Problem(path, got, wanted, f"write {instead}")
+        elif size % shards:
+            fix = f"pad dim {dim} to {-(-size // shards) * shards}, take {'/'.join(axes)} off that "
+            fix += f"dim, or write {instead}, which pads parts with zeros, for a function that "
+            fix += "masks these (lax.real_entries)"
+            yield Problem(path, got, f"a multiple of {shards}", fix)
 
 
 def validate(
@@ -161,28 +243,95 @@ def validate(
 
 
 def local_shape(shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh) -> tuple[int, ...]:
-    """The shape of one rank's shard of a value of global shape `shape`.
+    """The shape of one rank's shard of a value of global shape `shape`, padding included.
 
     Raises:
         ValueError: the shape cannot be split this way.
     """
     raise_problems("cannot shard", problems("shape", shape, spec, mesh))
+    return padded_part_shape(shape, spec, mesh)
+
+
+def padded_part_shape(
+    shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh | Mapping[str, int]
+) -> tuple[int, ...]:
+    """`local_shape` of a value that every dim may be padded of, whether the spec says so or not."""
     axes = dim_axes(spec, len(shape))
-    return tuple(size // num_shards(names, mesh) for size, names in zip(shape, axes, strict=True))
+    return tuple(
+        part_length(size, [mesh[name] for name in names])
+        for size, names in zip(shape, axes, strict=True)
+    )
+
+
+def part_length(size: int, counts: Iterable[int]) -> int:
+    """The length, with padding, of a part of a dim that axes of so many ranks cut in turn."""
+    for count in counts:
+        size = -(-size // count)
+    return size
+
+
+def part_span(size: int, counts: Sequence[int], indices: Sequence[int]) -> tuple[int, int, int]:
+    """Where a rank's part begins and ends in a dim, and its length with padding.
+
+    Args:
+        counts, indices: how many ranks cut the dim, and which of them this one is, for each axis.
+    """
+    begin, end, length = 0, size, size
+    for count, index in zip(counts, indices, strict=True):
+        length = -(-length // count)
+        begin = min(begin + index * length, end)
+        end = min(begin + length, end)
+    return begin, end, length
 
 
 def global_shape(shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh) -> tuple[int, ...]:
     """The shape of the whole value one of whose shards has shape `shape`."""
-    axes = dim_axes(spec, len(shape))
-    return tuple(size * num_shards(names, mesh) for size, names in zip(shape, axes, strict=True))
+    rows = zip(shape, dim_axes(spec, len(shape)), dim_sizes(spec, len(shape)), strict=True)
+    return tuple(
+        size * num_shards(names, mesh) if real is None else real for size, names, real in rows
+    )
+
+
+def count_padding(shape: Sequence[int], spec: P | None, mesh: Mesh | BoundMesh) -> int:
+    """How many entries of padding all parts of a value have, one of which has this shape."""
+    if spec is None or not is_uneven(spec):
+        return 0
+    parts = num_shards(spec_axes(spec), mesh)
+    return math.prod(shape) * parts - math.prod(global_shape(shape, spec, mesh))
+
+
+def part_problems(
+    path: str, shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh
+) -> Iterator[Problem]:
+    """`problems` of the value one of whose shards has this shape, and of the shard's own shape."""
+    whole = global_shape(shape, spec, mesh)
+    yield from problems(path, whole, spec, mesh)
+    wanted = padded_part_shape(whole, spec, mesh)
+    if tuple(shape) != wanted and None not in whole:
+        got = f"a part of shape {tuple(shape)}, split by {spec} over Mesh({mesh.mesh})"
+        yield Problem(path, got, f"{wanted}", "cut global values with functron.shard")
+
+
+def spans(
+    shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh, coordinate: Mapping[str, int]
+) -> list[tuple[int, int, int]]:
+    """Where the shard at `coordinate` begins and ends, and its length with padding, per dim.
+
+    Raises:
+        ValueError: the shape cannot be split this way.
+    """
+    raise_problems("cannot shard", problems("shape", shape, spec, mesh))
+    return [
+        part_span(size, [mesh[name] for name in axes], [coordinate.get(name, 0) for name in axes])
+        for size, axes in zip(shape, dim_axes(spec, len(shape)), strict=True)
+    ]
 
 
 def offsets(
     shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh, coordinate: Mapping[str, int]
 ) -> tuple[int, ...]:
     """Where the shard at `coordinate` starts, per dim, in a value of global shape `shape`."""
-    rows = zip(local_shape(shape, spec, mesh), dim_axes(spec, len(shape)), strict=True)
-    return tuple(mesh.mesh.rank_at(coordinate, axes) * size for size, axes in rows)
+    return tuple(begin for begin, _, _ in spans(shape, spec, mesh, coordinate))
 
 
 @functools.lru_cache(1024)
@@ -192,24 +341,19 @@ def windows(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[tuple[tuple[in
     Raises:
         ValueError: the shape cannot be split this way.
     """
-    sizes = local_shape(shape, spec, mesh)
-    places = (offsets(shape, spec, mesh, mesh.coordinate(rank)) for rank in range(mesh.size))
-    return tuple(
-        tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
-        for starts in places
-    )
+    places = (spans(shape, spec, mesh, mesh.coordinate(rank)) for rank in range(mesh.size))
+    return tuple(tuple((begin, end) for begin, end, _ in place) for place in places)
 
 
 def shard(
     value: torch.Tensor, spec: P, mesh: Mesh | BoundMesh, coordinate: Mapping[str, int]
 ) -> torch.Tensor:
     """The shard of the global `value` at `coordinate`: a view where torch can give one."""
-    starts = offsets(value.shape, spec, mesh, coordinate)
-    for dim, (start, size) in enumerate(
-        zip(starts, local_shape(value.shape, spec, mesh), strict=True)
-    ):
-        value = value.narrow(dim, start, size)
-    return value
+    missing = []
+    for dim, (begin, end, length) in enumerate(spans(value.shape, spec, mesh, coordinate)):
+        value = value.narrow(dim, begin, end - begin)
+        missing = [0, length - (end - begin), *missing]
+    return F.pad(value, missing) if any(missing) else value
 
 
 def unshard(shards: Sequence[torch.Tensor], spec: P, mesh: Mesh) -> torch.Tensor:
@@ -222,7 +366,12 @@ def unshard(shards: Sequence[torch.Tensor], spec: P, mesh: Mesh) -> torch.Tensor
         raise ValueError(f"unshard: got {len(shards)} shards; wanted one per rank, {mesh.size}")
     whole = shards[0].new_empty(global_shape(shards[0].shape, spec, mesh))
     for rank in reversed(range(mesh.size)):
-        shard(whole, spec, mesh, mesh.coordinate(rank)).copy_(shards[rank])
+        at, part = whole, shards[rank]
+        for dim, (begin, end, _) in enumerate(
+            spans(whole.shape, spec, mesh, mesh.coordinate(rank))
+        ):
+            at, part = at.narrow(dim, begin, end - begin), part.narrow(dim, 0, end - begin)
+        at.copy_(part)
     return whole
 
 
@@ -262,13 +411,26 @@ class Rules(Mapping[str, SpecEntry]):
         return self._table()._repr_html_()
 
     @public
-    def spec(self, axes: Sequence[str | None], *, path: str = "value") -> P:
+    def spec(
+        self,
+        axes: Sequence[str | None],
+        *,
+        path: str = "value",
+        shape: Sequence[int] | None = None,
+    ) -> P:
         """The spec of a value whose dims have these logical axes.
+
+        Args:
+            shape: of the value, the sizes of its `Uneven` entries; None: they stay without.
 
         Raises:
             ValueError: two of the dims are split by the same mesh axis.
         """
-        spec = P(*(self._rules.get(name) if name is not None else None for name in axes))
+        entries = [self._rules.get(name) if name is not None else None for name in axes]
+        for dim, entry in enumerate(entries):
+            if isinstance(entry, Uneven) and shape is not None:
+                entries[dim] = Uneven(entry, shape[dim])
+        spec = P(*entries)
         names = spec_axes(spec)
         twice = sorted({name for name in names if names.count(name) > 1})
         raise_problems(
@@ -310,7 +472,9 @@ class Rules(Mapping[str, SpecEntry]):
             name = next((name for name in self._rules if re.search(name, path)), None)
             used.add(name)
             spec: Any = P() if name is None else self._rules[name]
-            found.append(P(*spec[: len(leaf.shape)]) if hasattr(leaf, "shape") else P())
+            shape = getattr(leaf, "shape", ())
+            rows = zip(spec, shape, strict=False)
+            found.append(P(*(Uneven(e, n) if isinstance(e, Uneven) else e for e, n in rows)))
         raise_problems(
             "rules by path",
             [
@@ -372,13 +536,18 @@ def as_entry(axes: Sequence[str]) -> SpecEntry:
     return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
 
 
+def with_axes(entry: SpecEntry, axes: Sequence[str]) -> SpecEntry:
+    """The entry with these axes in place of its own, and `Uneven` as before."""
+    return Uneven(axes, entry.size) if isinstance(entry, Uneven) and axes else as_entry(axes)
+
+
 def without_axes(specs: tree.Tree, axes: Sequence[str]) -> tree.Tree:
     """The specs without these axes: of what is gathered over them."""
 
     def one(spec: P | None) -> P | None:
         if spec is None:
             return None
-        return P(*(as_entry([n for n in entry_axes(e) if n not in axes]) for e in spec))
+        return P(*(with_axes(e, [n for n in entry_axes(e) if n not in axes]) for e in spec))
 
     return tree.map(one, specs, is_leaf=is_spec)
 
@@ -438,6 +607,18 @@ def join(x: torch.Tensor, cuts: Cuts, shape: Sequence[int] | None = None) -> tor
     return x
 
 
+def join_parts(x: torch.Tensor, cuts: Cuts, spec: P) -> torch.Tensor:
+    """`join` of a part with this spec, whose `Uneven` dims say how much is padding."""
+    shape, num_dims = list(x.shape), x.dim()
+    axes, sizes = dim_axes(spec, num_dims), dim_sizes(spec, num_dims)
+    for dim, cut in cuts:
+        shape[dim] *= axis_size(cut)
+        if (size := sizes[dim]) is not None:
+            kept = [axis_size(name) for name in axes[dim] if name not in cut]
+            shape[dim] = part_length(size, kept)
+    return join(x, cuts, shape)
+
+
 def scatter(x: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     """This rank's part of the sum of x over the ranks of the cuts' axes.
 
@@ -471,12 +652,12 @@ def scatter_over(x: torch.Tensor, cuts: BoundCuts) -> torch.Tensor:
 
 
 def _steps(shape: Sequence[int], cuts: Cuts) -> list[DimCut]:
-    """Cuts one after another: of a dim over the axes that divide it, then over the others."""
+    """Cuts one after another: of a dim over the axes that divide it, then over each other one."""
     steps = []
     for dim, axes in cuts:
         bound = [name for name in axes if axis_size(name) > 1]
         count = _num_even(shape[dim], [axis_size(name) for name in bound])
-        groups = (bound[:count], bound[count:])
+        groups = (bound[:count], *([name] for name in bound[count:]))
         steps += [DimCut(dim, tuple(group)) for group in groups if group]
     return steps
 
@@ -500,48 +681,71 @@ def fill(x: torch.Tensor, dim: int, axes: Sequence[str]) -> torch.Tensor:
 
     For exchanges that send each rank its part of a dim: `take` cuts the same parts.
     """
-    return _pad_parts(x, dim, *_split_counts(x.shape[dim], map(axis_size, axes)))
+    return pad_parts(x, dim, [axis_size(name) for name in axes])
 
 
 def trim(x: torch.Tensor, dim: int, axes: Sequence[str], size: int) -> torch.Tensor:
     """The value of this size along a dim, from all parts of it one after another; undoes `fill`."""
-    return _trim_parts(x, dim, size, *_split_counts(size, map(axis_size, axes)))
+    return trim_parts(x, dim, size, [axis_size(name) for name in axes])
 
 
-def _split_counts(size: int, counts: Iterable[int]) -> tuple[int, int]:
-    """The number of ranks that split a dim evenly, and that of those that cut the rest."""
-    counts = [count for count in counts if count > 1]
-    even = _num_even(size, counts)
-    return math.prod(counts[:even]), math.prod(counts[even:])
-
-
-def _pad_parts(x: torch.Tensor, dim: int, even: int, rest: int) -> torch.Tensor:
-    if x.shape[dim] % (even * rest) == 0:
+def pad_parts(x: torch.Tensor, dim: int, counts: Sequence[int]) -> torch.Tensor:
+    """x with the padding that lets axes of so many ranks split a dim of it evenly, in turn."""
+    if x.shape[dim] % math.prod(counts) == 0:
         return x
-    dim = dim % x.dim() - x.dim()
-    return _pad_dim(x.unflatten(dim, (even, -1)), dim, rest).flatten(dim - 1, dim)
+    dim, (count, *others) = dim % x.dim() - x.dim(), counts
+    x = _pad_dim(x, dim, count)
+    return pad_parts(x.unflatten(dim, (count, -1)), dim, others).flatten(dim - 1, dim)
 
 
-def _trim_parts(x: torch.Tensor, dim: int, size: int, even: int, rest: int) -> torch.Tensor:
+def trim_parts(x: torch.Tensor, dim: int, size: int, counts: Sequence[int]) -> torch.Tensor:
+    """x without that padding, of this size along the dim."""
     if x.shape[dim] == size:
         return x
-    dim = dim % x.dim() - x.dim()
-    return x.unflatten(dim, (even, -1)).narrow(dim, 0, size // even).flatten(dim - 1, dim)
+    dim, (count, *others) = dim % x.dim() - x.dim(), counts
+    x = trim_parts(x.unflatten(dim, (count, -1)), dim, -(-size // count), others)
+    return x.flatten(dim - 1, dim).narrow(dim, 0, size)
+
+
+def pad_uneven(x: torch.Tensor, spec: P, counts: Mapping[str, int]) -> torch.Tensor:
+    """The global value with the padding of all its parts along `Uneven` dims."""
+    return _change(pad_parts, x, spec, counts)
+
+
+def trim_uneven(x: torch.Tensor, spec: P, counts: Mapping[str, int]) -> torch.Tensor:
+    """The global value from all parts one after another along `Uneven` dims."""
+
+    def trimmed(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+        return trim_parts(x, dim, dim_sizes(spec, x.dim())[dim] or 0, sizes)
+
+    return _change(trimmed, x, spec, counts)
+
+
+def _change(change: Callable, x: torch.Tensor, spec: P, counts: Mapping[str, int]) -> torch.Tensor:
+    if not is_uneven(spec):
+        return x
+    axes = dim_axes(spec, x.dim())
+    for dim, size in enumerate(dim_sizes(spec, x.dim())):
+        if size is not None:
+            x = change(x, dim, [counts.get(name, 1) for name in axes[dim]])
+    return x
 
 
 def padded_shape(shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh) -> tuple[int, ...]:
-    """The global shape of all parts together of a value of this global shape: that and padding."""
-    blocks = _count_blocks(shape, spec, mesh)
+    """The global shape of all parts together of a value of this global shape: that and padding.
+
+    Dims that are `Uneven` have none in global values.
+    """
     return tuple(
-        even * -(-size // (even * rest)) * rest
-        for size, (even, rest) in zip(shape, blocks, strict=True)
+        size if real is not None else part_length(size, counts) * math.prod(counts)
+        for size, counts, real in _rows(shape, spec, mesh)
     )
 
 
 def pad(value: torch.Tensor, spec: P, mesh: Mesh | BoundMesh) -> torch.Tensor:
     """The global value with the padding of `padded_shape`; the inverse of `unpad`."""
-    for dim, counts in enumerate(_count_blocks(value.shape, spec, mesh)):
-        value = _pad_parts(value, dim, *counts)
+    for dim, (_, counts, real) in enumerate(_rows(value.shape, spec, mesh)):
+        value = pad_parts(value, dim, counts) if real is None else value
     return value
 
 
@@ -549,12 +753,58 @@ def unpad(
     value: torch.Tensor, shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh
 ) -> torch.Tensor:
     """The global value of this shape, from one with the padding of `padded_shape`."""
-    for dim, counts in enumerate(_count_blocks(shape, spec, mesh)):
-        value = _trim_parts(value, dim, shape[dim], *counts)
+    for dim, (size, counts, _) in enumerate(_rows(shape, spec, mesh)):
+        value = trim_parts(value, dim, size, counts)
     return value
 
 
-def _count_blocks(shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh) -> list[tuple[int, int]]:
-    """Per dim the number of ranks that split it evenly, and that of those that cut the rest."""
-    rows = zip(shape, dim_axes(spec, len(shape)), strict=True)
-    return [_split_counts(size, [mesh[name] for name in axes]) for size, axes in rows]
+def _rows(shape: Sequence[int], spec: P, mesh: Mesh | BoundMesh) -> list[tuple]:
+    """Per dim its size, how many ranks cut it in turn, and the size of an `Uneven` entry."""
+    axes, sizes = dim_axes(spec, len(shape)), dim_sizes(spec, len(shape))
+    counts = [[mesh[name] for name in names] for names in axes]
+    return list(zip(shape, counts, sizes, strict=True))
+
+
+def real_mask(
+    shape: Sequence[int], spec: P, device: torch.device | None = None
+) -> torch.Tensor | None:
+    """True for the entries of this rank's shard that are no padding; None: all of them.
+
+    Args:
+        shape: of the shard.
+        spec: of the value.
+
+    Returns:
+        A mask that broadcasts against the shard.
+    """
+    found = None
+    rows = zip(dim_axes(spec, len(shape)), dim_sizes(spec, len(shape)), strict=True)
+    for dim, (axes, size) in enumerate(rows):
+        if size is None or size == shape[dim] * axis_size(axes):
+            continue
+        mask = real_entries(size, axes, device=device)
+        mask = mask.reshape([-1 if d == dim else 1 for d in range(len(shape))])
+        found = mask if found is None else found & mask
+    return found
+
+
+@public
+def real_entries(
+    size: int, axis_name: AxisNames, *, device: torch.device | None = None
+) -> torch.Tensor:
+    """Which entries of this rank's part of an `Uneven` dim are real, and no padding. Varying.
+
+    >>> f = lambda x: lax.real_entries(3, "tp")
+    >>> ft.shard_map(f, ft.Mesh(tp=2), P(), P("tp"))(torch.zeros(()))
+    tensor([ True,  True,  True, False])
+
+    Args:
+        size: of the whole dim.
+        axis_name: the axes that cut it, major to minor.
+
+    Returns:
+        ``bool[ceil(size / ranks)]``.
+    """
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    ones = torch.ones(size, dtype=torch.bool, device=device)
+    return take(ones, (DimCut(-1, axes),))

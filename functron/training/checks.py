@@ -129,6 +129,11 @@ TRAIN_NEEDS: Needs = MappingProxyType({
         Need(lambda c: c.gpt.moe is not None, "experts", "choose a model with some"),
     ),
     "expert_room": Need(has_experts, "experts", "choose a model with some"),
+    "uneven": Need(
+        lambda c: c.parallelism.zero == 3 or any(_axis(c, n) > 1 for n in ("tp", "fsdp", "ep")),
+        "ranks that split parameters",
+        "add tp=N or fsdp=N to the mesh",
+    ),
     "gather": _unless_usual(
         "gather",
         Need(
@@ -531,6 +536,10 @@ def _recipe_problems(config: TrainConfig) -> Iterator[Problem]:
         got = f"{products}, which draws numbers, with latent attention"
         fix = f"{out}, or choose one of fp8-tensor, fp8-row, fp8-block and mxfp8"
         yield Problem("products", got, "a recipe that draws none", fix)
+    elif recipe.draws and {*config.parallelism.uneven_names} - {"embed"}:
+        got = f"{products}, which draws numbers, with uneven={config.parallelism.uneven}"
+        fix = f"{out}, or choose one of fp8-tensor, fp8-row, fp8-block and mxfp8"
+        yield Problem("products", got, "a recipe that draws none: padding has places, too", fix)
     elif sum(recipe.high(config.gpt.num_layers)) >= config.gpt.num_layers:
         first, last = recipe.high(config.gpt.num_layers)
         got = f"{first} first and {last} last layers of {config.gpt.num_layers} high"

@@ -102,6 +102,8 @@ class ParallelismConfig:
             causal attention.
         expert_axes: axes that shard experts: ep; or ep,tp with sequence_parallel, for whole experts
             (Megatron's folding with expert tensor parallelism 1); cp and ulysses may be added.
+        uneven: logical axes of parameters that the ranks that split them need not divide: some of
+            vocab,heads,mlp,embed,expert; the last ranks have padding in their parts.
         microbatches: number of microbatches of a rank's batch, to save activation memory and to
             keep pipeline ranks busy.
         schedule: pipeline schedule of pp: 1f1b, gpipe, interleaved, zb-h1, zb-h2, zbv, dualpipe,
@@ -124,6 +126,7 @@ class ParallelismConfig:
     context: Literal["ring", "gather", "dynamic"] = setting("ring", "step")
     zigzag: bool = setting(True, "step")
     expert_axes: str = setting("ep", "shapes step")
+    uneven: str = setting("", "shapes step")
     microbatches: int = setting(1, "common step", least=1)
     schedule: str = setting("1f1b", "common path step")
     chunks: int = setting(0, "step", least=0)
@@ -135,7 +138,12 @@ class ParallelismConfig:
     @property
     def expert_axis_names(self) -> tuple[str, ...]:
         """`expert_axes`, one by one."""
-        return tuple(filter(None, (axis.strip() for axis in self.expert_axes.split(","))))
+        return _split_names(self.expert_axes)
+
+    @property
+    def uneven_names(self) -> tuple[str, ...]:
+        """`uneven`, one by one."""
+        return _split_names(self.uneven)
 
     def run_problems(self, config: Any, mesh: Any, *place: Any) -> Iterator[Problem]:
         """Settings of other sections that do not go with these."""
@@ -148,6 +156,10 @@ class ParallelismConfig:
     def introduce(self, run: Any) -> Sequence[str]:
         """How documents are dealt, where they are."""
         return introduce_deals(run)
+
+
+def _split_names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (name.strip() for name in text.split(","))))
 
 
 @shows_differences

@@ -185,6 +185,11 @@ class RunSetup:
         axes = ("dp", "fsdp") if own.zero == 3 else ("fsdp",)
         if "expert_axes" in self.family.rules_settings:
             chosen = {"expert_axes": own.expert_axis_names}
+        if own.uneven:
+            if "uneven" not in self.family.rules_settings:
+                title, fix = f"{self.family.title} has no uneven splits", "leave it out"
+                refuse(title, "uneven", own.uneven, "rules that take it", fix)
+            chosen["uneven"] = own.uneven_names
         return self.family.rules(self.model, self.mesh, fsdp=axes, **chosen)
 
     @cached_property

@@ -32,7 +32,7 @@ from functron.spmd.axes import Scope, enter, scope
 from functron.spmd.mesh import BoundMesh
 from functron.spmd.shard_map import MappedFunction
 from functron.spmd.simulate import explain_error, run_ranks, varying_axes
-from functron.spmd.spec import P, as_entry, dim_axes, global_shape, spec_axes
+from functron.spmd.spec import P, entry_axes, global_shape, spec_axes, with_axes
 
 ANY_ROW = "#"
 """In the place of a row's number in names inside of a scan that is one equation."""
@@ -422,10 +422,13 @@ def _choose_specs(found: Sequence[_Found], given: Mapping[str, P]) -> dict[str, 
 
 def _keep_axes(spec: P, found: _Found) -> P:
     """The spec without axes over which a value does not vary."""
-    rows = [tuple(a for a in axes if a in found.varying) for axes in dim_axes(spec, found.num_dims)]
+    rows = [
+        with_axes(entry, [name for name in entry_axes(entry) if name in found.varying])
+        for entry in spec[: found.num_dims]
+    ]
     while rows and not rows[-1]:
         rows.pop()
-    return P(*(as_entry(row) for row in rows))
+    return P(*rows)
 
 
 @public

@@ -29,7 +29,16 @@ from functron.spmd.simulate import (
     share_problem,
     varying_axes,
 )
-from functron.spmd.spec import P, bound_cuts, cuts_between, is_spec, scatter, spec_axes
+from functron.spmd.spec import (
+    P,
+    bound_cuts,
+    cuts_between,
+    is_spec,
+    is_uneven,
+    real_mask,
+    scatter,
+    spec_axes,
+)
 from functron.transforms.capture import Relay, replacing_functions, unwatched
 
 
@@ -254,7 +263,8 @@ def sync_gradients(
     A rank that holds a shard keeps its own part of the gradient; ranks that hold the same values
     add up theirs. This one rule is right for every mesh, layer and composition. One all-reduce per
     leaf and axis, of the leaf's local bytes; with `into`, one reduce-scatter instead over the axes
-    that only `into` mentions, and all-reduces of the result.
+    that only `into` mentions, and all-reduces of the result. The padding of `functron.Uneven` dims
+    gets zero, so that no update changes it.
 
     >>> def program(w, x):
     ...     share = ft.grad(lambda w: lax.psum((w * x).sum(), "dp"))(w)
@@ -298,6 +308,9 @@ def sync_gradients(
             cuts = cuts_between(spec, target, leaf.dim())
             chosen = [(name, axis) for name, axis in _choose_axes(axes) if axis is not None]
             summed = [axis for name, axis in chosen if name not in spec_axes(target)]
+            if is_uneven(spec):
+                mask = real_mask(leaf.shape, spec, leaf.device)
+                leaf = leaf if mask is None else leaf.masked_fill(~mask, 0)
             if not widen and dtype == result and not (summed or bound_cuts(leaf.shape, cuts)):
                 out.append(leaf)
                 continue

@@ -31,7 +31,7 @@ from functron.core.tables import table
 from functron.program.recorder import active, readable
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
 from functron.spmd.simulate import runs_transform
-from functron.spmd.spec import cut_tree, join, without_axes
+from functron.spmd.spec import P, cut_tree, is_spec, join_parts, without_axes
 from functron.transforms.gradient import value_and_grad
 from functron.transforms.parameter_gather import (
     Gather,
@@ -595,8 +595,10 @@ def gather_parameters(params: tree.Tree, specs: tree.Tree, into: tree.Tree) -> t
 
     Collectives: one all-gather per leaf and axis.
     """
+    flat = tree.broadcast_prefix(specs, params, is_leaf=is_spec, what="specs", wanted="a P")
+    flat = [spec or P() for spec in flat]
     with named_scope("gather"):
-        return tree.map_columns(join, params, cut_tree(into, specs, params))
+        return tree.map_columns(join_parts, params, cut_tree(into, specs, params), flat)
 
 
 @dataclass(frozen=True)

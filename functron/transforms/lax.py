@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ragged_all_to_all,
         stop_gradient,
     )
+    from functron.spmd.spec import real_entries
     from functron.transforms.associative_scan import associative_scan
     from functron.transforms.control_flow import (
         cond,

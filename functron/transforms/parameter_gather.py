@@ -51,7 +51,7 @@ from functron.core.errors import Problem, public, raise_problems
 from functron.core.functions import Function
 from functron.core.scopes import in_phase, in_scopes, named_scope, phase, scope_names
 from functron.core.tables import shows_differences
-from functron.spmd.axes import Axis, AxisNames, lookup, user_line
+from functron.spmd.axes import Axis, AxisNames, axis_size, lookup, user_line
 from functron.spmd.collectives import all_gather
 from functron.spmd.mesh import FSDP_AXES
 from functron.spmd.primitives import AllGather, AllGatherAs, Dtypes, GatherUnsent
@@ -62,11 +62,14 @@ from functron.spmd.spec import (
     bound_cuts,
     cut_tree,
     dim_axes,
+    dim_sizes,
     entry_axes,
     is_spec,
+    part_length,
     part_shape,
     scatter_over,
     spec_axes,
+    trim_parts,
 )
 from functron.transforms.remat import storage_key
 
@@ -319,8 +322,22 @@ def _check_dtypes(**dtypes: Any) -> None:
     )
 
 
-Places = tuple[tuple[int, tuple[Axis, ...]], ...]
-"""Of one leaf: the dims to gather, each with its axes of more than one rank, major to minor."""
+class GatheredDim(NamedTuple):
+    """A dim to gather.
+
+    Attributes:
+        dim: which.
+        axes: of more than one rank, major to minor.
+        size: once it is gathered, without padding; None: parts have none.
+    """
+
+    dim: int
+    axes: tuple[Axis, ...]
+    size: int | None = None
+
+
+Places = tuple[GatheredDim, ...]
+"""The dims of one leaf to gather."""
 
 
 def _find_places(
@@ -337,9 +354,15 @@ def _find_places(
             continue
         problems += _order_problems(path or "params", entries, names)
         dims = dim_axes(entries, len(entries))
-        rows = [(dim, [name for name in row if name in names]) for dim, row in enumerate(dims)]
-        places = [(dim, tuple(lookup(row))) for dim, row in rows]
-        found.append(tuple(place for place in places if place[1]))
+        places = [
+            GatheredDim(
+                dim,
+                tuple(lookup([name for name in row if name in names])),
+                size and part_length(size, [axis_size(name) for name in row if name not in names]),
+            )
+            for dim, (row, size) in enumerate(zip(dims, dim_sizes(entries, len(dims)), strict=True))
+        ]
+        found.append(tuple(place for place in places if place.axes))
     raise_problems(f"fsdp cannot gather these parameters at {user_line()}", problems)
     return found
 
@@ -384,14 +407,15 @@ def _iterate_items(
     later = regather and _split_codes(leaf, places)
     for code in leaf.codes:
         for _, own in code.iterate_splits(() if later else _find_sides(leaf, places)):
-            yield _Item(own, kept)
+            yield _Item(tuple(GatheredDim(*row) for row in own), kept)
 
 
 def _find_sides(leaf: Encoded, places: Places) -> AxisSplit:
     """Whether rows or columns of the matrix are to be gathered, 0 or 1, and over which axes."""
     first = leaf.codes[0].both[0].dim() - 2  # of the dims that are inputs
-    assert all(dim >= first for dim, _ in places), "stacks are not gathered"
-    return tuple((int(dim > first), axes) for dim, axes in places)
+    assert all(place.dim >= first for place in places), "stacks are not gathered"
+    assert all(place.size is None for place in places), "encoders refuse uneven splits"
+    return tuple((int(place.dim > first), place.axes) for place in places)
 
 
 def _split_codes(leaf: Any, places: Places) -> AxisSplit:
@@ -432,7 +456,7 @@ class _Gathering:
             groups: dict[Any, list[int]] = {}
             for i, (places, kept, sent) in enumerate(self.items):
                 if turn < len(places):
-                    axes = places[turn][1]
+                    axes = places[turn].axes
                     alone = i if out[i].nbytes >= MERGED_BYTES else -1
                     last = turn + 1 == len(places)
                     names = tuple(axis.name for axis in axes)
@@ -443,8 +467,7 @@ class _Gathering:
             for (dtype, last, sent, *_), group in groups.items():
                 made = self._gather_group(
                     [out[i] for i in group],
-                    [self.items[i].places[turn][0] for i in group],
-                    self.items[group[0]].places[turn][1],
+                    [self.items[i].places[turn] for i in group],
                     self._dtypes(dtype, shards[group[0]].dtype, last),
                     sent,
                 )
@@ -459,17 +482,19 @@ class _Gathering:
         return Dtypes(operand, sent, sent if last else summed, summed)
 
     def _gather_group(
-        self, shards: list, dims: Sequence[int], axes: Sequence[Axis], dtypes: Dtypes, sent: bool
+        self, shards: list, places: Sequence[GatheredDim], dtypes: Dtypes, sent: bool
     ) -> list:
         """Shards gathered over the same axes, each along its dim."""
+        axes = places[0].axes
         if len(shards) == 1:
-            return [_join_ranks(_all_gather(shards[0], axes, dtypes, sent), dims[0])]
+            return [_join_ranks(_all_gather(shards[0], axes, dtypes, sent), places[0])]
         flat = torch.cat([shard.reshape(-1) for shard in shards])
         whole = _all_gather(flat, axes, dtypes, sent)
         parts = whole.split([shard.numel() for shard in shards], dim=1)
-        rows = zip(parts, shards, dims, strict=True)
+        rows = zip(parts, shards, places, strict=True)
         return [
-            _join_ranks(part.unflatten(1, shard.shape or (1,)), dim) for part, shard, dim in rows
+            _join_ranks(part.unflatten(1, shard.shape or (1,)), place)
+            for part, shard, place in rows
         ]
 
 
@@ -488,9 +513,12 @@ def _all_gather(x: torch.Tensor, axes: Sequence[Axis], dtypes: Dtypes, sent: boo
     return x.reshape(math.prod(axis.size for axis in axes), *shape)
 
 
-def _join_ranks(parts: torch.Tensor, dim: int) -> torch.Tensor:
-    """[n, ..., d, ...] -> [..., n d, ...]: the ranks' parts of a dim, one after the other."""
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
+def _join_ranks(parts: torch.Tensor, place: GatheredDim) -> torch.Tensor:
+    """[n, ..., d, ...] -> [..., n d, ...]: the ranks' parts of a dim, without padding."""
+    whole = parts.movedim(0, place.dim).flatten(place.dim, place.dim + 1)
+    if place.size is None:
+        return whole
+    return trim_parts(whole, place.dim, place.size, [axis.size for axis in place.axes])
 
 
 # --- freeing gathered copies between forward and backward

@@ -44,10 +44,11 @@ class Layout:
     partition: Partition | None = None
     zero: bool = False
     simulated: bool = False
+    uneven: tuple[str, ...] = ()
 
     @cached_property
     def specs(self) -> State:
-        rules = gpt.rules(MODEL, self.mesh) if self.rules is None else self.rules
+        rules = self.rules or gpt.rules(MODEL, self.mesh, uneven=self.uneven)
         specs = param_specs(DEFS, rules)
         transformation = optimizer()
         if self.zero:
@@ -127,6 +128,11 @@ LAYOUTS = {
     "zero padded": Layout(Mesh(dp=5), zero=True),
     "tp2 zero padded": Layout(Mesh(tp=2, dp=4), zero=True),
     "simulated zero": Layout(Mesh(dp=5, tp=2), zero=True, simulated=True),
+    "uneven fsdp5": Layout(Mesh(fsdp=5), uneven=("embed",)),
+    "uneven tp3 zero": Layout(Mesh(tp=3, dp=2), zero=True, uneven=("heads", "mlp", "vocab")),
+    "simulated uneven": Layout(
+        Mesh(tp=3, fsdp=5), simulated=True, uneven=("heads", "mlp", "embed")
+    ),
 }
 
 
@@ -164,7 +170,7 @@ def assert_same(got: Any, want: Any) -> None:
         assert torch.equal(bits(a), bits(b)), path
 
 
-MATRIX = ["single", "dp2tp2pp1", "pp2tp2", "fsdp4", "zero padded"]
+MATRIX = ["single", "dp2tp2pp1", "pp2tp2", "fsdp4", "zero padded", "uneven fsdp5"]
 AROUND = [*LAYOUTS, next(iter(LAYOUTS))]  # the others as well, once from and once to
 PAIRS = list(dict.fromkeys([*itertools.product(MATRIX, MATRIX), *itertools.pairwise(AROUND)]))
 
@@ -201,3 +207,5 @@ def test_the_layouts_differ_where_they_should():
     assert shapes["fsdp4"] == [(5, 3)] * 4
     assert shapes["zero padded"] == [(5, 3)] * 5  # 12 are 3, 3, 3, 3 and none
     assert shapes["simulated zero"] == [(5, 15)]
+    assert shapes["uneven fsdp5"] == [(5, 3)] * 5
+    assert shapes["simulated uneven"] == [(5, 12)]  # a global value has no padding

@@ -121,9 +121,12 @@ def dense(config: gpt.GPTConfig):
     return weights, data, key, (value, details), grads
 
 
-def sharded(config, mesh, parallel, experts, *, remat="none", context=None, num_microbatches=1):
+def sharded(
+    config, mesh, parallel, experts, *, remat="none", context=None, num_microbatches=1, uneven=()
+):
     """The per-rank gradient program on `mesh`, as a function of global values."""
-    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh, expert_axes=experts))
+    rules = gpt.rules(config, mesh, expert_axes=experts, uneven=uneven)
+    specs = ft.param_specs(gpt.defs(config), rules)
     options = ft.ModelOptions(
         stream=gpt.SEQUENCE_PARALLEL_STREAM if parallel else gpt.STREAM,
         remat=remat,

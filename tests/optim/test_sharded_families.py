@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, optim, random, shard_map, tree
+from functron import Mesh, P, Uneven, optim, random, shard_map, tree
 from functron.spmd.params import Normal, ParamDef
 from functron.spmd.spec import cut_tree, is_spec, take, unpad
 
@@ -43,6 +43,8 @@ MAKERS = {
         0.1, MATRICES, frequency=2, specs=specs, distributed=False
     ),
     "soap on one side": lambda specs: optim.soap(0.1, MATRICES, max_dim=8, specs=specs),
+    "muon": lambda specs: optim.muon(0.1, MATRICES, specs=specs, distributed=True),
+    "muon, all on every rank": lambda specs: optim.muon(0.1, MATRICES, specs=specs),
     "average": lambda specs: optim.with_average(optim.adamw(0.1), 0.7),
 }
 DENSE = {name: functools.partial(make, None) for name, make in MAKERS.items()}
@@ -56,7 +58,13 @@ ZERO = [
     (Mesh(dp=5), {}),  # divides no dim but that of the vocabulary: everything else is padded
     (Mesh(dp=2, fsdp=3), {"embed": "fsdp"}),
 ]
-CASES = [(*case, False) for case in RULES] + [(*case, True) for case in ZERO]
+UNEVEN = [
+    (Mesh(tp=3), {"heads": Uneven("tp"), "mlp": Uneven("tp"), "vocab": Uneven("tp")}),
+    (Mesh(dp=2, fsdp=5), {"embed": Uneven(("dp", "fsdp"))}),
+]
+UNEVEN_ZERO = [(Mesh(dp=2, tp=3), UNEVEN[0][1]), (Mesh(dp=3, fsdp=5), {"embed": Uneven("fsdp")})]
+CASES = [(*case, False) for case in [*RULES, *UNEVEN]]
+CASES += [(*case, True) for case in [*ZERO, *UNEVEN_ZERO]]
 
 
 @functools.cache

@@ -214,6 +214,36 @@ def test_fully_sharded_parameters(mesh, hoist, zero, scatter, num_microbatches):
     close(state.params, want.params)
 
 
+ALL = ("vocab", "heads", "mlp", "embed")
+UNEVEN = [  # of an embed_dim of 14, 4 heads, and 24 features
+    ("adamw", Mesh(fsdp=4), {}),
+    ("adamw", Mesh(fsdp=3, tp=3), {"hoist": True}),
+    ("adamw", Mesh(dp=2, fsdp=3), {"zero": True, "scatter": True, "num_microbatches": 2}),
+    ("muon", Mesh(dp=2, tp=3), {"zero": True}),
+    ("muon", Mesh(dp=2, fsdp=4), {"zero": True, "hoist": True, "scatter": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "how"), UNEVEN, ids=lambda value: str(value))
+def test_uneven_splits(name, mesh, how):
+    """Parameters that ranks do not divide; their padding stays zero, also between the steps."""
+    defs = gpt.defs(CONFIG)
+    specs = ft.param_specs(defs, gpt.rules(CONFIG, mesh, uneven=ALL))
+    how = dict(how)
+    zero = how.pop("zero", False)
+    optimizer = sharded(name, defs, specs, mesh)[0] if zero else OPTIMIZERS[name](specs)
+    state = ft.init_state(random.key(1), defs, specs, optimizer, mesh)
+    assert tree.map(lambda x: x.shape, state.params) == tree.map(lambda d: d.shape, defs)
+    options = ft.ModelOptions(gather=Gather() if how.get("hoist") else Gather(specs))
+    step = step_of(optimizer, mesh, specs, options=options, **how)
+    state, history = run(step, state)
+    want, want_history = dense(name)
+    close(history, want_history)
+    close(state.params, want.params)
+    specs_of_state = ft.state_specs(specs, optimizer).opt_state
+    close(unpadded(state.opt_state, want.opt_state, specs_of_state, mesh), want.opt_state)
+
+
 @pytest.mark.pairwise(
     of=lambda schedule, stage, hoist: [{"schedule": schedule}, {"stage": stage}, {"hoist": hoist}]
 )

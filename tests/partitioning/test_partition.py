@@ -64,6 +64,36 @@ def problem(config: gpt.GPTConfig, sizes: dict[str, int]) -> tuple:
     return mesh, params, specs, batch, {name: gpt.batch_specs()[name] for name in batch}
 
 
+# --- uneven splits
+
+
+@pytest.mark.parametrize("mesh", [ft.Mesh(fsdp=3, tp=2), ft.Mesh(fsdp=5, tp=3)], ids=str)
+def test_uneven_splits_of_arguments_and_results(mesh):
+    """Steps on parameters, 16 and 32 of whose features ranks do not divide: those of one rank."""
+    x = torch.cat([X, X.flip(0)])[:15]
+    over = ft.Uneven("fsdp", 16)
+    specs = {"down": P(None, ft.Uneven("tp", 32), over), "up": P(None, over, ft.Uneven("tp", 32))}
+
+    def step(params, x):
+        value, grads = ft.value_and_grad(net)(params, x)
+        return value, ft.tree.map(lambda w, g: w - g, params, grads)
+
+    want = step(PARAMS, x)
+    mapped = ft.partition(step, mesh, (specs, P("fsdp")), (P(), specs))
+    for run in (mapped, ft.trace(mapped)(PARAMS, x)):
+        ft.tree.map(close, run(PARAMS, x), want)
+    program = ft.trace(mapped)(PARAMS, x)
+    program.check()
+    inputs = {i.path: tuple(i.var.shape) for i in program.inputs}
+    parts = tuple(-(-n // k) for n, k in ((32, mesh["tp"]), (16, mesh["fsdp"])))
+    assert inputs["0/down"] == (3, *parts)
+    loss = ft.partition(net, mesh, (specs, P("fsdp")), P())
+    grads = torch.func.grad(lambda w: loss(w, x))(PARAMS)
+    ft.tree.map(close, grads, torch.func.grad(net)(PARAMS, x))
+    with pytest.raises(ValueError, match="axes that divide what they split"):
+        ft.partition(net, mesh, (specs, P()), constraints={"layer": P(None, over)})(PARAMS, x)
+
+
 # --- the program that is written by hand
 
 

@@ -474,7 +474,7 @@ FLAT = sorted((Path(__file__).parent / "flat").glob("*.toml"))
 """Files of configurations that functron 0.1 wrote: one of all defaults, one of none."""
 
 
-LATER = {"metrics", "float32_matmul", "expert_room"}
+LATER = {"metrics", "float32_matmul", "expert_room", "uneven"}
 """Short names that there were not in 0.1."""
 
 ALL_SECTIONS = pytest.mark.applications("guard", "zoo")

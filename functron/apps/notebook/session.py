@@ -17,6 +17,7 @@ import functools
 import gc
 import hashlib
 import inspect
+import math
 import pickle
 import sys
 import weakref
@@ -494,12 +495,13 @@ class StartedMesh(NamedAxes):
         found = {rank: self._fetch_from(rank, numbers) for rank, numbers in wanted.items()}
         out = []
         for handle, parts in zip(handles, places, strict=True):
-            local = sharding.local_shape(handle.shape, handle.spec, self.mesh)
-            if len(parts) * torch.Size(local).numel() < handle.numel():
+            sizes = [[end - begin for begin, end in part] for part in parts]
+            if sum(map(math.prod, sizes)) < handle.numel():
                 raise RankError(f"a part of {handle.spec} died with its rank; fix: {RESTART}")
             whole = torch.empty(handle.shape, dtype=handle.dtype)
-            for part, rank in parts.items():
+            for (part, rank), real in zip(parts.items(), sizes, strict=True):
                 value = found[rank][for_rank(handle._number, rank)].tensor()
+                value = value[tuple(slice(size) for size in real)]
                 whole[tuple(slice(*ends) for ends in part)] = value
             out.append(whole)
         return out
@@ -545,9 +547,15 @@ class StartedMesh(NamedAxes):
         whole = Packed.of(value)
         if not sharding.spec_axes(spec):
             return [whole] * self.size
+        made: dict[tuple, Packed] = {}
         windows = sharding.windows(tuple(value.shape), spec, self.mesh)
-        parts = {window: whole.part(window) for window in dict.fromkeys(windows)}
-        return [parts[window] for window in windows]
+        for rank, window in enumerate(windows):
+            if window not in made and sharding.is_uneven(spec):
+                place = self.mesh.coordinate(rank)
+                made[window] = Packed.of(sharding.shard(value, spec, self.mesh, place))
+            elif window not in made:
+                made[window] = whole.part(window)
+        return [made[window] for window in windows]
 
     def _number(self, count: int) -> int:
         self._numbers += count

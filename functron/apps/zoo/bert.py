@@ -33,7 +33,7 @@ from functron.core.settings import choice_problems
 from functron.core.tables import shows_differences
 from functron.core.typing import Float, Int, Key, Tensor
 from functron.models.config import Named, TextConfig
-from functron.models.family import Family
+from functron.models.family import UNEVEN, Family
 from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets
 from functron.nn.layers import linear_defs
 from functron.ops.moe import look_up
@@ -252,4 +252,5 @@ def make_family() -> Family:
     return Family(
         "bert", "a BERT", BertConfig, PRESETS, defs, rules, loss, num_targets, flops_per_token,
         objective=MASKED_TOKENS, draws=lambda config, options: config.dropout > 0,
+        rules_settings=UNEVEN,
     )  # fmt: skip

@@ -24,14 +24,19 @@ from functron.core.scopes import named_scope
 from functron.core.tree import Tree
 from functron.core.typing import Bool, Float, Int, Key, Scalar, Tensor
 from functron.models.decoder import embed_tokens, gather_unembedding, run_gathered
-from functron.models.gpt import embed_rules, fsdp_problems, tp_problems
+from functron.models.gpt import (
+    embed_rules,
+    fsdp_problems,
+    tp_problems,
+    uneven_problems,
+    uneven_rules,
+)
 from functron.models.options import DEFAULTS, ModelOptions, check_length, require
 from functron.nn.attention import AttentionConfig, KVCache
 from functron.nn.layers import (
     column_parallel,
     gather_sequence,
     row_parallel,
-    sequence_axes,
     weights,
 )
 from functron.ops.attention import attention, block, block_backward
@@ -98,8 +103,7 @@ class Stack:
             ValueError: the sequence is longer than the config's `max_seq`, if it has one, or does
                 not divide over the ranks that split it.
         """
-        ranks = lax.axis_size(sequence_axes(self.stream))
-        check_length(tokens.shape[1], getattr(config, "max_seq", None), ranks)
+        check_length(tokens.shape[1], getattr(config, "max_seq", None), self.stream)
         return embed_tokens(config, weights, tokens, self.options)
 
     def norm_last(self, weights: Tree, x: Tensor, eps: float) -> Tensor:
@@ -213,29 +217,41 @@ def head_problems(heads: str, width: int, count: int) -> list[Problem]:
     return [Problem(heads, str(count), f"a divisor of embed_dim={width}", "or set head_dim")]
 
 
-def text_rules(config: Any, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)) -> Rules:
+def text_rules(
+    config: Any,
+    mesh: Mesh | BoundMesh,
+    *,
+    fsdp: tuple[str, ...] = ("fsdp",),
+    uneven: tuple[str, ...] = (),
+) -> Rules:
     """Rules of a text model for tensor parallelism and FSDP; see `tensor_rules` and `gpt.rules`."""
     c = config
-    split = {"num_heads": c.num_heads, "mlp_dim": c.mlp_dim, "vocab_multiple": c.padded_vocab}
-    return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
+    split = {"num_heads": ("heads", c.num_heads), "mlp_dim": ("mlp", c.mlp_dim)}
+    split["vocab_multiple"] = "vocab", c.padded_vocab
+    embed = {"embed_dim": c.embed_dim}
+    return tensor_rules(mesh, split=split, embed=embed, fsdp=fsdp, uneven=uneven)
 
 
 def tensor_rules(
     mesh: Mesh | BoundMesh,
     *,
-    split: Mapping[str, int],
+    split: Mapping[str, tuple[str, int]],
     embed: Mapping[str, int],
     fsdp: tuple[str, ...],
     replicated: Mapping[str, bool] | None = None,
+    uneven: tuple[str, ...] = (),
+    can_be_uneven: tuple[str, ...] = ("vocab", "heads", "mlp", "embed"),
 ) -> Rules:
     """Rules for Megatron's tensor parallelism and fully sharded data parallelism.
 
     Args:
         mesh: the ranks, on data axes and tp.
-        split: sizes of the config that tp must divide, by field.
+        split: by field of the config a logical axis and its size, which tp must divide.
         embed: sizes of "embed" dims, which the ranks of `fsdp` must divide, by field.
         fsdp: the data axes that parameters are split over; see `gpt.rules`.
         replicated: logical axes that every rank holds whole, where True.
+        uneven: logical axes that what splits them need not divide; see `gpt.rules`.
+        can_be_uneven: of this model.
 
     Returns:
         Rules for "vocab", "heads", "kv_heads", "mlp", "groups" and "embed".
@@ -244,17 +260,24 @@ def tensor_rules(
         ValueError: tp or fsdp does not divide a size, or the mesh has ranks on an axis that splits
             nothing in this model; all offenders are listed.
     """
-    found = tp_problems(split, mesh["tp"])
+    found = uneven_problems(uneven, can_be_uneven)
+    wanted = {field: size for field, (axis, size) in split.items() if axis not in uneven}
+    found += tp_problems(wanted, mesh["tp"])
+    found += [
+        Problem(field, "1", f"at least 2 for tp={mesh['tp']}", "use tp=1")
+        for field, (axis, size) in split.items()
+        if axis == "heads" and axis in uneven and size == 1 < mesh["tp"]
+    ]
     for axis in ("pp", *CONTEXT_AXES, "ep"):
         if mesh[axis] > 1:
             fix = "put those ranks on dp, fsdp or tp"
             found.append(Problem("mesh", f"{axis}={mesh[axis]}", f"{axis}=1 for this model", fix))
-    found += fsdp_problems(embed, mesh, fsdp)
+    found += fsdp_problems({} if "embed" in uneven else embed, mesh, fsdp)
     raise_problems("this model cannot run on this mesh", found)
     rules = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "groups"), "tp")
     whole = {name for name, stays in (replicated or {}).items() if stays}
     entries = {name: None if name in whole else axis for name, axis in rules.items()}
-    return Rules(entries | embed_rules(mesh, fsdp))
+    return uneven_rules(entries | embed_rules(mesh, fsdp), uneven)
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -23,7 +23,7 @@ from functron.core.tables import shows_differences
 from functron.core.typing import Float, Int, Key, Scalar, Tensor
 from functron.models import decoder, gpt
 from functron.models.config import Dtype, GPTConfig, Named
-from functron.models.family import GPT, Family
+from functron.models.family import GPT, UNEVEN, Family
 from functron.models.options import DEFAULTS, SAMPLE_AXES, ModelOptions, Sequence, arranged, require
 from functron.nn.layers import linear_defs
 from functron.pipeline.partition import Part
@@ -134,13 +134,17 @@ def defs(config: LlavaConfig, options: ModelOptions = DEFAULTS) -> dict:
 
 @public
 def rules(
-    config: LlavaConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)
+    config: LlavaConfig,
+    mesh: Mesh | BoundMesh,
+    *,
+    fsdp: tuple[str, ...] = ("fsdp",),
+    uneven: tuple[str, ...] = (),
 ) -> Rules:
     """Rules for tensor parallelism and FSDP: those of `vit` and of `gpt`."""
-    both = dict(vit.rules(config.vision, mesh, fsdp=fsdp))
-    both |= gpt.rules(config.text, mesh, fsdp=fsdp)
+    both = dict(vit.rules(config.vision, mesh, fsdp=fsdp, uneven=uneven))
+    both |= gpt.rules(config.text, mesh, fsdp=fsdp, uneven=uneven)
     found = []
-    if config.text.embed_dim % mesh["tp"]:
+    if config.text.embed_dim % mesh["tp"] and "mlp" not in uneven:
         wanted = f"a multiple of tp={mesh['tp']}, which splits the connector"
         found.append(Problem("text.embed_dim", str(config.text.embed_dim), wanted, "change tp"))
     raise_problems("this model cannot run on this mesh", found)
@@ -301,7 +305,7 @@ def make_family() -> Family:
     """The family of LLaVAs."""
     return Family(
         "llava", "a LLaVA", LlavaConfig, PRESETS, defs, rules, loss, num_targets,
-        make=_make_config, free=(), canonical=_write_out,
+        make=_make_config, free=(), rules_settings=UNEVEN, canonical=_write_out,
         vocab_size=lambda config: config.text.vocab_size,
     )  # fmt: skip
 

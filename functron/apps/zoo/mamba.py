@@ -41,7 +41,7 @@ from functron.core.settings import Need, Needs, choice_problems
 from functron.core.tables import shows_differences
 from functron.core.typing import Float, Int, Key, Tensor
 from functron.models.config import Named, TextConfig
-from functron.models.family import NEXT_TOKEN, Family
+from functron.models.family import NEXT_TOKEN, UNEVEN, Family
 from functron.models.generation import Steps
 from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets
 from functron.ops.attention import attention
@@ -282,29 +282,37 @@ def defs(config: MambaConfig) -> dict:
 
 @public
 def rules(
-    config: MambaConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)
+    config: MambaConfig,
+    mesh: Mesh | BoundMesh,
+    *,
+    fsdp: tuple[str, ...] = ("fsdp",),
+    uneven: tuple[str, ...] = (),
 ) -> Rules:
     """Rules for tensor parallelism and FSDP of this model on this mesh.
 
     Heads, feed-forward features and vocabulary are split over ``tp``. With fewer groups of B and C,
     or fewer key/value heads, than ranks, every rank holds all of them and uses those of its heads.
-    Arguments and errors are those of `gpt.rules`; the mesh has data axes and tp.
+    Arguments and errors are those of `gpt.rules`; the mesh has data axes and tp, and heads are
+    always split evenly.
     """
     c, tp = config, mesh["tp"]
-    split = {"vocab_multiple": c.padded_vocab}
+    split = {"vocab_multiple": ("vocab", c.padded_vocab)}
     whole = {}
     if "mamba" in c.counts:
-        split["num_heads"] = c.num_heads
+        split["num_heads"] = "heads", c.num_heads
         whole["groups"] = c.num_groups < tp and tp % c.num_groups == 0
-        split |= {} if whole["groups"] else {"num_groups": c.num_groups}
+        split |= {} if whole["groups"] else {"num_groups": ("groups", c.num_groups)}
     if "attention" in c.counts:
-        split["attention_heads"] = c.attention_heads
+        split["attention_heads"] = "heads", c.attention_heads
         whole["kv_heads"] = c.kv_heads < tp and tp % c.kv_heads == 0
-        split |= {} if whole["kv_heads"] else {"attention_kv_heads": c.kv_heads}
+        split |= {} if whole["kv_heads"] else {"attention_kv_heads": ("kv_heads", c.kv_heads)}
     if "mlp" in c.counts:
-        split["mlp_dim"] = c.mlp_dim
+        split["mlp_dim"] = "mlp", c.mlp_dim
     embed = {"embed_dim": c.embed_dim}
-    return tensor_rules(mesh, split=split, embed=embed, fsdp=fsdp, replicated=whole)
+    return tensor_rules(
+        mesh, split=split, embed=embed, fsdp=fsdp, replicated=whole, uneven=uneven,
+        can_be_uneven=("vocab", "mlp", "embed"),
+    )  # fmt: skip
 
 
 @public
@@ -517,6 +525,7 @@ def make_family() -> Family:
         free=("dropout", "init_stddev", "vocab_multiple", "dtype", "chunk"), needs=MAMBA_NEEDS,
         unread=_unread_fields, canonical=_write_out, numbers=_layer_numbers,
         iterate_logits=iterate_logits, draws=lambda config, options: config.dropout > 0,
+        rules_settings=UNEVEN,
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from functron.core.settings import choice_problems
 from functron.core.tables import shows_differences
 from functron.core.typing import Float, Int, Key, Tensor
 from functron.models.config import Named, TextConfig
-from functron.models.family import Family
+from functron.models.family import UNEVEN, Family
 from functron.models.generation import Draw, Steps, check_prompt, drawn
 from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets
 from functron.nn.attention import KVCache, empty_cache, write_cache
@@ -656,6 +656,7 @@ def make_family() -> Family:
         "t5", "a T5", T5Config, PRESETS, defs, rules, loss, num_targets, flops_per_token,
         objective=MISSING_SPANS, free=("dropout", "init_factor", "vocab_multiple", "dtype"),
         canonical=_write_out, respond=respond, draws=lambda config, options: config.dropout > 0,
+        rules_settings=UNEVEN,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ patch, `forward` the logits of classes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -32,11 +32,11 @@ from functron.core.settings import choice_problems
 from functron.core.tables import shows_differences
 from functron.core.typing import Float, Key, Tensor
 from functron.models.config import Dtype, Named
-from functron.models.family import Family
+from functron.models.family import UNEVEN, Family
 from functron.models.options import DEFAULTS, Batch, ModelOptions, check_gathered, num_targets
 from functron.nn.layers import linear_defs, sequence_axes, weights
 from functron.ops.moe import look_up
-from functron.spmd import P, params
+from functron.spmd import P, Uneven, params
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.params import Normal, ParamDef
@@ -188,12 +188,19 @@ def defs(config: ViTConfig) -> dict:
 
 
 @public
-def rules(config: ViTConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)) -> Rules:
+def rules(
+    config: ViTConfig,
+    mesh: Mesh | BoundMesh,
+    *,
+    fsdp: tuple[str, ...] = ("fsdp",),
+    uneven: tuple[str, ...] = (),
+) -> Rules:
     """Rules for tensor parallelism and FSDP; see `gpt.rules`."""
     c = config
-    split = {"num_heads": c.num_heads, "mlp_dim": c.mlp_dim}
-    split |= {"class_multiple": c.padded_classes} if c.num_classes else {}
-    return tensor_rules(mesh, split=split, embed={"embed_dim": c.embed_dim}, fsdp=fsdp)
+    split = {"num_heads": ("heads", c.num_heads), "mlp_dim": ("mlp", c.mlp_dim)}
+    split |= {"class_multiple": ("vocab", c.padded_classes)} if c.num_classes else {}
+    embed = {"embed_dim": c.embed_dim}
+    return tensor_rules(mesh, split=split, embed=embed, fsdp=fsdp, uneven=uneven)
 
 
 @public
@@ -219,23 +226,24 @@ def features(
     Raises:
         ValueError: the images have another size.
     """
+    count, axes = config.num_patches + 1, sequence_axes(options.stream)
+    total = round_up(count, ranks := lax.axis_size(axes))
+    if axes:
+        stream = P(options.stream[0], Uneven(axes, count))
+        options = replace(options, stream=stream)
     stack, stream, gather = Stack("vit", options), options.stream, options.gather
-    axes = sequence_axes(stream)
-    count, ranks = config.num_patches + 1, lax.axis_size(axes)
-    total = round_up(count, ranks)
     with named_scope("embed"):
         place = lax.global_index(total // ranks, axes, device=images.device)
         x = _embed_patches(config, weights, _cut_patches(config, images), place, total, gather)
-    seen = None if total == count else (torch.arange(total, device=x.device) < count)[None]
     if config.pre_norm:
         x = nn.norm(gather.at("pre_norm")(weights["pre_norm"]), x, eps=config.norm_eps)
     mlp = partial(_feed_forward, config, stream)
-    block = encoder_block(config, stack, seen, mlp, norm_first=True)
+    block = encoder_block(config, stack, None, mlp, norm_first=True)
     x = stack.at("blocks").over(block, x, weights["blocks"], None)
     if config.final_norm:
         with named_scope("norm"):
             x = nn.norm(gather.at("norm")(weights["norm"]), x, eps=config.norm_eps)
-    return nn.gather_sequence(x, stream)[:, :count]
+    return nn.gather_sequence(x, stream)
 
 
 def _cut_patches(config: ViTConfig, images: Tensor) -> Tensor:
@@ -322,5 +330,5 @@ def make_family() -> Family:
     """The family of vision transformers."""
     return Family(
         "vit", "a vision transformer", ViTConfig, PRESETS, defs, rules, loss, num_targets,
-        vocab_size=lambda config: config.num_classes, free=FREE_FIELDS,
+        vocab_size=lambda config: config.num_classes, free=FREE_FIELDS, rules_settings=UNEVEN,
     )  # fmt: skip

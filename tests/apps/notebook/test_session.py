@@ -49,6 +49,18 @@ def batch_at(step):
     return {"tokens": text[:, :-1], "targets": text[:, 1:], "rows": torch.arange(4)}
 
 
+def test_uneven_parts_go_there_and_come_back(ranks):
+    """5 over 2 ranks: 3, and 2 with padding, which no handle shows."""
+    x, spec = torch.arange(1.0, 6.0), P(ft.Uneven("dp", 5))
+    held = ft.shard({"x": x}, spec, ranks)["x"]
+    assert held.shape == (5,)
+    f = ft.shard_map(lambda x: (2 * x, lax.psum(x.square().sum(), "dp")), ranks, spec, (spec, P()))
+    doubled, total = f(held)
+    assert torch.equal(ft.gather(held, spec, ranks), x)
+    assert torch.equal(ft.gather(doubled, spec, ranks), 2 * x)
+    assert float(total) == 55
+
+
 def setup(mesh, *, jit=False):
     defs = gpt.defs(CONFIG)
     specs = ft.param_specs(defs, gpt.rules(CONFIG, mesh))

@@ -21,7 +21,11 @@ from functron.transforms import Gather
 
 TOLERANCE = 1e-10
 BATCH, SEQ, VOCAB = 8, 16, 50
-STREAMS = {"": gpt.STREAM, "sequence-parallel": gpt.SEQUENCE_PARALLEL_STREAM}
+STREAMS = {
+    "": gpt.STREAM,
+    "sequence-parallel": gpt.SEQUENCE_PARALLEL_STREAM,
+    "uneven": P(ft.DATA_AXES, ft.Uneven("tp", 16)),
+}
 
 
 def integers(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -148,10 +152,11 @@ def dense(name: str):
     return weights, data, key, value, grads
 
 
-def sharded(name, mesh, stream="", remat="none", num_microbatches=1, fsdp=("fsdp",)):
+def sharded(name, mesh, stream="", remat="none", num_microbatches=1, fsdp=("fsdp",), uneven=()):
     """The per-rank gradient program on `mesh`, as a function of global values."""
     module, config = MODELS[name].module, MODELS[name].config
-    specs = ft.param_specs(module.defs(config), module.rules(config, mesh, fsdp=fsdp))
+    rules = module.rules(config, mesh, fsdp=fsdp, uneven=uneven)
+    specs = ft.param_specs(module.defs(config), rules)
     options = ft.ModelOptions(STREAMS[stream], remat, ft.Gather(specs))
 
     def program(weights, data, key):
@@ -220,6 +225,52 @@ def test_split_over_all_data_ranks(name):
     weights, data, key, value, grads = dense(name)
     f = sharded(name, Mesh(dp=2, fsdp=2), fsdp=("dp", "fsdp"))
     assert_equal(*f(weights, data, key), value, grads)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "vit", "llava"])
+def test_uneven_splits(name):
+    """5 ranks of tp divide neither vocabularies, nor 8 heads, nor 48 features."""
+    weights, data, key, value, grads = dense(name)
+    f = sharded(name, Mesh(tp=5), uneven=("vocab", "heads", "mlp", "embed"))
+    assert_equal(*f(weights, data, key), value, grads)
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "llava", "t5"])
+def test_uneven_sequences(name):
+    """16 tokens over 5 ranks; T5's decoder has another length, which no such stream has."""
+    weights, data, key, value, grads = dense(name)
+    f = sharded(name, Mesh(tp=5), "uneven", uneven=("vocab", "heads", "mlp", "embed"))
+    if name == "t5":
+        with pytest.raises(ValueError, match="got 8 tokens per sample; wanted 16"):
+            f(weights, data, key)
+    else:
+        assert_equal(*f(weights, data, key), value, grads)
+
+
+def test_groups_of_states_are_not_split_unevenly():
+    with pytest.raises(ValueError, match="uneven: got 'heads'; wanted logical"):
+        mamba.rules(HYBRID, Mesh(tp=3), uneven=("heads",))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(tp=8)], ids=str)
+def test_the_197_tokens_of_an_image(mesh):
+    """Of 224 x 224 in patches of 16; split over ranks that divide them with padding alone."""
+    config = replace(VIT, image_size=224, patch_size=16, num_layers=1)
+    weights = ft.init_params(random.key(0), vit.defs(config))
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(1, 3, 224, 224, generator=generator, dtype=torch.float64)
+    data = {"images": images, "targets": torch.tensor([3])}
+    grads, value = torch.func.grad_and_value(lambda w: vit.loss(config, w, data))(weights)
+    specs = ft.param_specs(vit.defs(config), vit.rules(config, mesh))
+    options = ft.ModelOptions(STREAMS["sequence-parallel"])
+
+    def program(weights, data):
+        loss = lambda weights: vit.loss(config, weights, data, options)
+        value, grads = ft.value_and_grad(loss)(weights)
+        return value, ft.sync_gradients(grads, specs)
+
+    f = ft.shard_map(program, mesh, (specs, P()), (P(), specs))
+    assert_equal(*f(weights, data), value, grads)
 
 
 @pytest.mark.parametrize(
