@@ -142,7 +142,6 @@ class Dealer:
             "tokens_per_rank": made.tokens_per_rank,
             "idle": round(made.idle, 6),
             "static_idle": round(made.static_idle, 6),
-            "speedup": round(made.static_time / made.time, 6),
             "sent_bytes": round(made.sent * self.sent_bytes),
             "static_sent_bytes": round(made.static_sent * self.sent_bytes),
         }
