@@ -250,8 +250,8 @@ class DealHook(LoopHook):
             at.record["context"] = note
 
 
-def compile_steps(run: Any, state: Any, batch: Batch) -> int:
-    """Compile a run's steps for every shape that batches may have; how many there are. Collective.
+def compile_steps(run: Any, state: Any, batch: Batch) -> None:
+    """Compile a run's steps for every shape that batches may have. Collective.
 
     Stages of a pipeline on processes compile as they first run.
 
@@ -260,9 +260,9 @@ def compile_steps(run: Any, state: Any, batch: Batch) -> int:
         state: before a step; it is left alone.
         batch: of that step, dealt or not.
     """
-    step, dealer, count = run.step, run.setup.dealer, 0
+    step, dealer = run.step, run.setup.dealer
     if dealer is None or not isinstance(step, BySignature):
-        return 0
+        return
     whole = not isinstance(run.mesh, BoundMesh)
     rows = dealer.microbatches * (dealer.parts if whole else 1)
     for size in dict.fromkeys(run.batches.sizes):
@@ -274,8 +274,6 @@ def compile_steps(run: Any, state: Any, batch: Batch) -> int:
                     name: leaf.new_zeros((rows, columns)[: leaf.dim()])
                     for name, leaf in split_ring_size(batch)[1].items()
                 })  # fmt: skip
-                count += 1
-    return count
 
 
 def introduce_deals(run: Any) -> Sequence[str]:
