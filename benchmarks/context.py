@@ -236,7 +236,7 @@ def _time(names: list[str], args: argparse.Namespace) -> bool:
 # --- documents dealt to ranks
 
 DEALS = ("static", "document", "dynamic")
-DEAL_RANKS, DEAL_SEQ, DEAL_BATCH = 4, 4096, 4
+DEAL_RANKS, DEAL_SEQ, DEAL_BATCH = 4, 4000, 4
 
 
 def long_tailed(count: int, median: int, sigma: float, most: int, seed: int = 0) -> list[int]:

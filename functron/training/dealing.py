@@ -142,7 +142,6 @@ class Dealer:
             "tokens_per_rank": made.tokens_per_rank,
             "idle": round(made.idle, 6),
             "static_idle": round(made.static_idle, 6),
-            "speedup": round(made.static_time / made.time, 6),
             "sent_bytes": round(made.sent * self.sent_bytes),
             "static_sent_bytes": round(made.static_sent * self.sent_bytes),
         }
@@ -251,8 +250,8 @@ class DealHook(LoopHook):
             at.record["context"] = note
 
 
-def compile_steps(run: Any, state: Any, batch: Batch) -> int:
-    """Compile a run's steps for every shape that batches may have; how many there are. Collective.
+def compile_steps(run: Any, state: Any, batch: Batch) -> None:
+    """Compile a run's steps for every shape that batches may have. Collective.
 
     Stages of a pipeline on processes compile as they first run.
 
@@ -261,9 +260,9 @@ def compile_steps(run: Any, state: Any, batch: Batch) -> int:
         state: before a step; it is left alone.
         batch: of that step, dealt or not.
     """
-    step, dealer, count = run.step, run.setup.dealer, 0
+    step, dealer = run.step, run.setup.dealer
     if dealer is None or not isinstance(step, BySignature):
-        return 0
+        return
     whole = not isinstance(run.mesh, BoundMesh)
     rows = dealer.microbatches * (dealer.parts if whole else 1)
     for size in dict.fromkeys(run.batches.sizes):
@@ -275,8 +274,6 @@ def compile_steps(run: Any, state: Any, batch: Batch) -> int:
                     name: leaf.new_zeros((rows, columns)[: leaf.dim()])
                     for name, leaf in split_ring_size(batch)[1].items()
                 })  # fmt: skip
-                count += 1
-    return count
 
 
 def introduce_deals(run: Any) -> Sequence[str]:

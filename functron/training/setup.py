@@ -779,6 +779,8 @@ class RunSetup:
     def program(self) -> Program:
         """One rank's program of the step, traced without memory, data or processes.
 
+        Where documents are dealt, it is that of samples as they are drawn.
+
         Raises:
             ValueError: the model cannot run on the mesh, or the batch does not divide.
         """
@@ -790,7 +792,8 @@ class RunSetup:
         if config.data.packed:
             batch |= {"positions": tokens, "segments": tokens}
         state = self.init(random.key(config.seed).to("meta"))
-        return trace(self._step(None, whole=True), donate=0)(state, batch)
+        drawn = self if self.dealer is None else replace(self, ring_size=0)
+        return trace(drawn._step(None, whole=True), donate=0)(state, batch)
 
 
 _FUSED = "queries with keys and values, gates with what they multiply"

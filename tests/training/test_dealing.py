@@ -230,12 +230,16 @@ def test_runs_go_on_to_the_bit_and_on_another_mesh(whole, tmp_path, capsys):
     assert "deal   documents go to 1, 2 of cp=2 ranks by their cost" in said
 
 
+def test_a_dry_run_shows_the_step(whole, capsys):
+    assert command(*whole[1], "--dry-run") == 0
+    assert "one of 4 ranks (cp=4), 4 samples of 32 tokens per step" in capsys.readouterr().out
+
+
 def test_records_say_what_it_saves(whole):
     found = [record["context"] for record in records(whole[0] / "whole")]
     assert {x["ring_size"] for x in found} <= {1, 2, 4}
     for x in found:
         assert 0 <= x["idle"] <= 1
-        assert x["speedup"] >= 1
         # one layer, 2 heads of 8 numbers, keys and values, of 4 bytes: there twice, and gradients
         assert x["sent_bytes"] == x["tokens_per_rank"] * (x["ring_size"] - 1) * 2 * 2 * 8 * 4 * 3
         assert x["static_sent_bytes"] == 32 * 3 * 2 * 2 * 8 * 4 * 3
