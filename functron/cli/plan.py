@@ -59,7 +59,7 @@ _SEQ = 2048  # default for models without a longest sequence
 
 
 EXPERT_ROOM = 1.25
-"""The assumption of plans about routing: the fullest rank gets so many times balanced rows."""
+"""The assumption of plans on routing: the fullest rank gets so many times the balanced rows."""
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,8 @@ def loss_program(setup: RunSetup) -> Callable:
     router losses or multi-token prediction.
 
     Parameters and batches are split, and cut into microbatches, as in the training step. A
-    pipeline runs the forwards of its schedule; stages on processes are not compiled.
+    pipeline runs the forwards of its schedule; stages on processes are not compiled,
+    nor are experts with a bounded room.
 
     Collectives: those of the model's forward and of gathering parameters.
     """
@@ -284,7 +285,8 @@ def loss_program(setup: RunSetup) -> Callable:
 
     stages = "pp" if setup.is_pipelined else None
     mapped = shard_map(counted, setup.mesh, (specs, setup.batch_specs), (P(), P()), stages=stages)
-    if setup.is_compiled and setup.rank is None:
+    # nothing takes a batch again whose routing needs more room: processes have it for what comes
+    if setup.is_compiled and setup.rank is None and setup.room is None:
         mapped = jit(mapped)
 
     def without_gradients(params: tree.Tree, batch: gpt.Batch) -> tuple:

@@ -610,6 +610,9 @@ class RunSetup:
     def step(self) -> Callable:
         """The training step ``(state, batch) -> (state, metrics)`` for batches with targets.
 
+        With a bounded `room` it leaves the state as it is where that was not enough: it is for
+        `functron.training.rooms.with_rooms`, as of `functron.training.run.programs`.
+
         Raises:
             ValueError: the model cannot run on the mesh.
         """
@@ -629,7 +632,7 @@ class RunSetup:
     def watch(self) -> Watch | None:
         """`step` with measurements of layers, where the configuration asks for them."""
         every = self.config.logging.layers_every
-        return self.watching(every) if every else None
+        return self._make_watch(every) if every else None
 
     @cached_property
     def idle_step(self) -> Callable:
@@ -643,13 +646,16 @@ class RunSetup:
 
     def overflowing(self, state: State, batch: Any) -> list[str]:
         """The layers whose gradients are not finite; takes a step, which consumes the state."""
-        watch = replace(self, learned_room=0.0).watching()
+        watch = self.watching()
         _, metrics = watch.step(state, batch)
         norms = watch.layers(metrics).items()
         return [name for name, row in norms if not math.isfinite(row.get("grad_norm", 0.0))]
 
-    def watching(self, every: int = 1) -> Watch:
-        """`step` with measurements of layers, to be taken every so many steps."""
+    def watching(self) -> Watch:
+        """`step` with measurements of layers, to be taken alone: with room for the worst case."""
+        return replace(self, learned_room=0.0)._make_watch(1)
+
+    def _make_watch(self, every: int) -> Watch:
         layers = self._layers()
         names = gpt.watched_names(self.config.gpt) if self.family.name == "gpt" else ()
         return Watch(self._step(layers), every, layers.names, names)

@@ -383,9 +383,10 @@ def make_step(
         given = g.num_targets(batch), optim.loss_scale(state.opt_state)
         return *g(state.params, batch, key, *given, widen=widen), given[0]
 
+    def reduce(grads: tree.Tree) -> tree.Tree:
+        return sync_gradients(grads, g.specs, wanted, dtype=g.sums_in, widen=widen)
+
     def update(state: State, found: dict, grads: tree.Tree, num_targets: Any) -> tuple[State, dict]:
-        with named_scope("sync"):
-            grads = sync_gradients(grads, g.specs, wanted, dtype=g.sums_in, widen=widen)
         with section("update"):
             grads = optim.unscale(grads, optim.loss_scale(state.opt_state))
             seen = Seen(state, grads, specs, wanted, g.copies, found)
@@ -395,7 +396,7 @@ def make_step(
         found = {**found, **measured, **optim.scaling_metrics(opt_state)}
         return State(state.step + 1, params, opt_state, state.key), found
 
-    return map_step(compute, update, g, mesh, specs, layout, batch_specs, replicated_over)
+    return map_step(compute, reduce, update, g, mesh, specs, layout, batch_specs, replicated_over)
 
 
 def wants_copies(
@@ -414,6 +415,7 @@ def wants_copies(
 @public
 def map_step(
     compute: Callable,
+    reduce: Callable,
     update: Callable,
     g: BoundGradients,
     mesh: Mesh | BoundMesh,
@@ -422,15 +424,16 @@ def map_step(
     batch_specs: tree.Tree = SAMPLES,
     replicated_over: AxisNames = (),
 ) -> Callable:
-    """The step of all ranks: ``update(state, *compute(state, batch))``, mapped over `mesh`.
+    """The step of all ranks, mapped over `mesh`: `compute`, `reduce` and `update`, one by one.
 
-    It is one program. Where a pipeline's stages are compiled on a bound mesh, and where gradients
-    are `retaken` and compiled, it is two: `compute` returns every rank's own gradients, which are
-    the inputs of `update`, compiled separately.
+    It is one program. Where a pipeline's stages are compiled on a bound mesh it is two: `compute`
+    returns every rank's own gradients, which are the inputs of `reduce` and `update`, compiled
+    separately. Where gradients are `retaken` and compiled `update` alone is the second one, so that
+    the first computes while ranks sum their gradients.
 
     Args:
-        compute: ``(state, batch) -> (found, grads, num_targets)`` of a rank, before gradients are
-            reduced.
+        compute: ``(state, batch) -> (found, grads, num_targets)`` of a rank.
+        reduce: ``grads -> grads``, summed over ranks.
         update: ``(state, found, grads, num_targets) -> (state, metrics)`` of a rank.
         g: the bound gradient function. Where it reads the number of targets on the host, `jit` does
             too, and runs the step uncompiled for a batch without targets.
@@ -444,18 +447,19 @@ def map_step(
         ``(state, batch) -> (state, metrics)``; it donates the state.
     """
     compat.keep_freed_memory()
+    reduce = _put_in_scope("sync", reduce)
     look = check_sum(g, mesh, specs, batch_specs) if g.checks_sum else None
     # where each rank has stages of its own
     if g.compile is not None and g.stages is not None and isinstance(mesh, BoundMesh):
-        return _two_programs(compute, update, g, mesh, layout, batch_specs, look)
+        return _two_programs(compute, reduce, update, g, mesh, layout, batch_specs, look)
     if g.compile is not None and g.is_useless is not None:
-        return _two_compiled(compute, update, g, mesh, layout, batch_specs, look)
+        return _two_compiled(compute, reduce, update, g, mesh, layout, batch_specs, look)
 
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
         found, grads, num_targets = compute(state, batch)
         if g.found_useless(found):
             return state, found
-        return update(state, found, grads, num_targets)
+        return update(state, found, reduce(grads), num_targets)
 
     over: dict[str, Any] = {"stages": g.stages, "donate": 0, "replicated_over": replicated_over}
     mapped = shard_map(step, mesh, (layout, batch_specs), (layout, P()), **over)
@@ -467,8 +471,19 @@ def map_step(
     return mapped
 
 
+def _put_in_scope(scope: str, function: Callable) -> Callable:
+    """A function within a named scope."""
+
+    def call(*args: Any) -> Any:
+        with named_scope(scope):
+            return function(*args)
+
+    return call
+
+
 def _two_programs(
     compute: Callable,
+    reduce: Callable,
     update: Callable,
     g: BoundGradients,
     mesh: BoundMesh,
@@ -480,8 +495,12 @@ def _two_programs(
     made = split(compute, in_specs=(layout, batch_specs), out_specs=P())
     ends: dict[str, Any] = {"in_specs": (layout, g.specs), "out_specs": (layout, P())}
     settings: dict[str, Any] = dict(g.compile or {})
-    taken = jit(split(lambda s, grads: update(s, {}, grads, None), **ends), donate=0, **settings)
-    left = split(lambda s, grads: update(s, {}, grads, 0), **ends, donate=0)
+
+    def finish(state: State, grads: tree.Tree, num_targets: int | None = None) -> tuple:
+        return update(state, {}, reduce(grads), num_targets)
+
+    taken = jit(split(finish, **ends), donate=0, **settings)
+    left = split(functools.partial(finish, num_targets=0), **ends, donate=0)
 
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:
         with JointCall("step", mesh, alike=False):  # an interrupt cannot fall between the two
@@ -498,6 +517,7 @@ def _two_programs(
 
 def _two_compiled(
     compute: Callable,
+    reduce: Callable,
     update: Callable,
     g: BoundGradients,
     mesh: Mesh | BoundMesh,
@@ -512,7 +532,7 @@ def _two_compiled(
 
     def compute_own(state: State, batch: tree.Tree) -> tuple:
         found, grads, num_targets = compute(state, batch)
-        return found, tree.map(lambda leaf: leaf.unsqueeze(0), grads), num_targets
+        return found, tree.map(lambda leaf: leaf.unsqueeze(0), reduce(grads)), num_targets
 
     def finish(
         lacks: int | None, state: State, found: dict, grads: tree.Tree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -117,10 +117,12 @@ def test_dispatch_with_just_enough_room(randn, where, kind):
 
     def run(most_rows):
         specs = (split, split, P(axes), split, split)
-        mapped: Any = ft.shard_map(
-            lambda *args: layer(*args, most_rows), mesh, specs, (split, P()), check=False
+        mapped = ft.shard_map(
+            lambda *args: layer(*args, most_rows=most_rows), mesh, specs, (split, P()), check=False
         )
-        loss: Any = torch.func.grad_and_value(lambda *args: mapped(*args)[1], argnums=(0, 1, 2))
+        loss: Any = torch.func.grad_and_value(
+            lambda *args: cast(Any, mapped)(*args)[1], argnums=(0, 1, 2)
+        )
         return mapped(x, weights, w, experts, kept)[0], *loss(x, weights, w, experts, kept)[0]
 
     for got, want in zip(run(rows), run(None), strict=True):
