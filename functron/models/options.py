@@ -388,7 +388,8 @@ class ModelOptions:
       these methods is refused; with a parameter ``context`` it reaches across ranks itself.
 
     Attributes:
-        stream: `gpt.STREAM` or `gpt.SEQUENCE_PARALLEL_STREAM`.
+        stream: `gpt.STREAM` or `gpt.SEQUENCE_PARALLEL_STREAM`; or for sequences that tp need not
+            divide, of 197 tokens say, ``P(DATA_AXES, Uneven((*CONTEXT_AXES, "tp"), 197))``.
         remat: activation checkpointing; see `Remat`.
         gather: how parameters that data axes split are gathered where they are used, block by
             block, and again in backward: with the specs of all parameters,

@@ -806,8 +806,9 @@ _FUSED = "queries with keys and values, gates with what they multiply"
 
 
 def _shares_key_heads(made: RunSetup) -> bool:
-    heads, tp = made.config.gpt.kv_heads, made.mesh["tp"]
-    return heads < tp and not made.config.gpt.kv_rank
+    own, tp = made.config.gpt, made.mesh["tp"]
+    several = own.kv_heads < own.num_heads and own.kv_heads % tp > 0  # split unevenly
+    return (own.kv_heads < tp or several) and not own.kv_rank
 
 
 def _treats_pieces_alike(made: RunSetup) -> bool:

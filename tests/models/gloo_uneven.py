@@ -20,7 +20,7 @@ from functron.spmd.spec import is_spec, shard
 
 ALL = ("vocab", "heads", "mlp", "embed", "expert")
 CONFIG = gpt.GPTConfig(
-    vocab_size=50, num_layers=2, embed_dim=20, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=23,
+    vocab_size=50, num_layers=1, embed_dim=20, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=23,
     max_seq=8, vocab_multiple=1, init_stddev=0.3, dtype="float64",
 )  # fmt: skip
 MIXTURE = replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2, expert_dim=8, renormalise=True))

@@ -34,6 +34,7 @@ MODELS = {
     "two-keys": replace(LLAMA, num_kv_heads=2, sinks=True, attention_gate=True),
     "gpt2": replace(GPT2, **SIZES),
     "across": replace(LLAMA, num_kv_heads=6, qk_norm_across=True),
+    "few-heads": replace(LLAMA, num_heads=2, num_kv_heads=2),
     "opt": replace(GPT2, **{**SMALL, "dropout": 0.0}, embed_dim=124, activation="relu"),
 }
 ROWS = [
@@ -51,6 +52,8 @@ ROWS = [
     ("multi-query", Mesh(tp=4), ALL, "", "none", 1, 0),
     ("two-keys", Mesh(tp=4, dp=2), ALL, "sequence-parallel", "none", 1, 0),
     ("two-keys", Mesh(tp=8), ALL, "", "none", 1, 0),
+    ("few-heads", Mesh(tp=4), ALL, "", "none", 1, 0),
+    ("few-heads", Mesh(tp=5), ALL, "uneven", "none", 1, 0),
     ("gpt2", Mesh(tp=4, dp=2), ALL, "sequence-parallel", "none", 2, 0),
     ("gpt2", Mesh(tp=2, fsdp=4), ALL, "", "full", 1, 0),
     ("across", Mesh(tp=4), ("heads", "vocab", "mlp"), "", "none", 1, 0),

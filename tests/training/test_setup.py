@@ -16,8 +16,9 @@ from functron.data import tokenizer
 from functron.models import gpt
 from functron.optim import OptimizerConfig
 from functron.optim import config as optim_config
-from functron.spmd import BoundMesh, Mesh
+from functron.spmd import BoundMesh, Mesh, P, Uneven
 from functron.spmd.params import joined_params
+from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, dump, with_model
 from functron.training.resume import restore_state
 from functron.training.run import prepare
@@ -130,6 +131,7 @@ def test_steps_are_compiled_where_ranks_talk_over_nccl(settings, compiled, why, 
         ({"gpt__fused_projections": False}, False, "as gpt.fused_projections=false says"),
         ({"gpt__fused_projections": True, "optimizer__name": "soap"}, True, "projections=true says"),
         ({"mesh": "tp=8"}, False, "ranks of tp share key heads"),
+        ({"mesh": "tp=3", "uneven": "heads,mlp"}, False, "ranks of tp share key heads"),
         ({"model": "deepseek-v3-tiny"}, True, "launches"),
         ({"products": "fp8-tensor"}, False, "quantised products scale each"),
         ({"lora_rank": 2}, False, "low-rank additions"),
@@ -202,3 +204,40 @@ def test_steps_are_not_compiled_where_a_compiler_is_missing(tool, monkeypatch):
     compiled, why = made.choose_compiled()
     assert not compiled
     assert "Triton and a C compiler on this machine" in why
+
+
+# --- uneven splits
+
+
+ODD = {
+    "gpt__embed_dim": 62,
+    "gpt__num_heads": 2,
+    "gpt__num_kv_heads": 2,
+    "gpt__head_dim": 32,
+    "gpt__vocab_multiple": 1,
+    "global_batch": 12,
+}
+
+
+def test_uneven_splits_are_made_where_they_are_asked_for():
+    """62 over 4 ranks: parts of 16; vocabularies of 256 are even on them."""
+    config = configure(mesh="fsdp=4", uneven="embed, vocab", **ODD)
+    made = make_setup(config, Mesh(fsdp=4))
+    assert made.whole_specs["embed"] == P(Uneven("tp", 256), Uneven("fsdp", 62))
+    validate(config)
+    asked = r"embed_dim: got 62; wanted a multiple of fsdp=4"
+    with pytest.raises(ValueError, match=asked):
+        validate(configure(mesh="fsdp=4", **ODD))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"mesh": "dp=4", "uneven": "embed"}, "uneven(.|\n)*ranks that split parameters"),
+        ({"mesh": "tp=3", "uneven": "head"}, "did you mean 'heads'"),
+        ({"mesh": "tp=3", "uneven": "heads,mlp,vocab", "products": "nvfp4"}, "padding has places"),
+    ],
+)
+def test_uneven_splits_that_do_nothing_or_cannot_be_are_refused(settings, match):
+    with pytest.raises(ValueError, match=match):
+        validate(configure(**ODD, **settings))
