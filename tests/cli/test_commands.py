@@ -165,7 +165,7 @@ def test_conditions_of_options_are_of_options_that_exist(command, monkeypatch):
 
 
 OF_SHAPES = {
-    "model", "gpt", "mamba", "bert", "t5", "mesh", "expert_axes", "zero", "lora_rank",
+    "model", "gpt", "mamba", "bert", "t5", "mesh", "expert_axes", "uneven", "zero", "lora_rank",
     "lora_targets", "precision", "products",
 }  # fmt: skip
 OF_STEPS = {
@@ -174,7 +174,7 @@ OF_STEPS = {
     "lora_alpha", "remat", "kernels", "loss_chunk_tokens", "anomalies.on_spike",
     "anomalies.rate_factors", "optimizer", "learning_rate", "rate_unit", "ramp_up",
     "earlier_batches", "nproc", "mask_documents", "pack", "mask_rate", "mean_span",
-    "metrics",
+    "metrics", "expert_room",
 }  # fmt: skip
 
 
