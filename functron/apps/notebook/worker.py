@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from functron.apps.notebook.shipping import Packed, dump, load
+from functron.apps.notebook.shipping import Packed, dump, load, load_function
 from functron.core import compat, tree
 from functron.core.errors import is_library, refuse
 from functron.spmd import BoundMesh, Mesh, P, gather, shard
@@ -262,7 +262,7 @@ class Worker:
     def function(self, key: bytes) -> Any:
         """The function of this key, made for the groups that there are now."""
         if key not in self.made:
-            make, args, kwargs = load(self.functions[key], self.find, self.device)
+            make, args, kwargs = load_function(self.functions[key], self.find, self.device)
             self.made[key] = make(*_without_absent(args), **kwargs)
         return self.made[key]
 
@@ -413,6 +413,7 @@ def _requests(worker: Worker) -> dict[str, Callable[..., Any]]:
         "put": put,
         "fetch": fetch,
         "memory": memory,
+        "default_dtype": torch.set_default_dtype,
         "join": worker.join,
     }
 

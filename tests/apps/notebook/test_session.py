@@ -18,8 +18,10 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -415,6 +417,141 @@ def test_what_changes_in_place_is_the_newest(ranks):
     assert f(x).tolist() + g(x).tolist() == [2.0, 2.0, 4.0, 4.0]
     held.table["scale"] = row[1][0] = 5.0
     assert f(x).tolist() + g(x).tolist() == [5.0, 5.0, 6.0, 6.0]
+
+
+def test_what_is_traced_is_traced_again(ranks):
+    """The specs of results that tracing finds; specs that are changed later change nothing."""
+    specs, x = {"w": P()}, torch.arange(8.0)
+    f = ft.partition(lambda x: ft.constrain(x * 2, specs["w"]), ranks, (P("dp"),))
+    compiled = ft.jit(f)
+    for spec in (P(), P("dp"), P()):
+        specs["w"] = spec
+        for out in (f(x), compiled(x)):
+            assert (out.spec, out.tolist()) == (spec, (2 * x).tolist())
+    f = ft.partition(
+        lambda x, by: ft.constrain(x * by, P() if by > 2 else P("dp")), ranks, (P("dp"), None)
+    )
+    assert [f(x, by).tolist() for by in (2, 3)] == [(2 * x).tolist(), (3 * x).tolist()]
+    for mesh in (ranks, MESH):
+        given, made = {"x": P("dp")}, {"x": P("dp")}
+        f = ft.shard_map(lambda t: {"x": t["x"] + len(t["x"])}, mesh, (given,), made)
+        given["x"] = made["x"] = P()
+        assert ft.gather(f({"x": x}), None, mesh)["x"].tolist() == (x + 4).tolist()
+
+
+class Scale:
+    _add = 0.0
+
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return self.by * x + self._add
+
+    def at(self, step):
+        return torch.full((2,), self.by + step)
+
+
+def later(x):
+    return max(2.0, 1.0) * x
+
+
+def find_changes():
+    """Names, functions of ones, twice what they are given, and what makes them thrice that."""
+    table, numbers, small = {"by": 2.0}, np.full(20000, 2.0), np.full(1, 2.0, np.float32)
+    many, tensor, shared = [2.0] * 9000, torch.full((), 2.0), torch.from_numpy(small)
+    proxy, scale, bound = MappingProxyType(table), Scale(2.0), Scale(2.0)
+    with torch.inference_mode():
+        inferred = torch.full((), 2.0)
+
+    def write_inferred():
+        with torch.inference_mode():
+            inferred.fill_(3.0)
+
+    def default(x, given={"by": 2.0}, *, also={"by": 1.0}):  # noqa: B006
+        return given["by"] * also["by"] * x
+
+    def keyword(x, *, by=2.0):
+        return by * x
+
+    def attribute(x):
+        return attribute.by * x
+
+    attribute.by = 2.0
+    parts: Any = default, keyword
+    given: Any = functools.partial(lambda table, x: table["by"] * x, {"by": 2.0})
+    yield "partial", given, lambda: given.args[0].update(by=3.0)
+    yield "object", scale, lambda: setattr(scale, "by", 3.0)
+    yield "method", bound.__call__, lambda: setattr(bound, "by", 3.0)
+    yield "default", default, lambda: parts[0].__defaults__[0].update(by=3.0)
+    yield "keyword", keyword, lambda: parts[1].__kwdefaults__.update(by=3.0)
+    yield "attribute", attribute, lambda: setattr(attribute, "by", 3.0)
+    yield "data", lambda x: tensor * x, lambda: tensor.data.fill_(3.0)
+    yield "from_numpy", lambda x: shared * x, lambda: small.fill(3.0)
+    yield "inferred", lambda x: inferred * x, write_inferred
+    yield "numpy", lambda x: float(numbers[-1]) * x, lambda: numbers.fill(3.0)
+    yield "list", lambda x: many[-1] * x, lambda: many.__setitem__(-1, 3.0)
+    yield "proxy", lambda x: proxy["by"] * x, lambda: table.update(by=3.0)
+    yield "private", lambda x: Scale(2.0)(x), lambda: setattr(Scale, "_add", 1.0)
+    yield "added", lambda x: getattr(Scale, "new", 2.0) * x, lambda: setattr(Scale, "new", 3.0)
+    yield "builtin", later, lambda: globals().update(max=lambda *given: 3.0)
+
+
+def test_no_change_in_place_is_missed(ranks):
+    x, found = torch.ones(2), {}
+    try:
+        for name, f, change in find_changes():
+            f = ft.shard_map(f, ranks, P("dp"), P("dp"))
+            before = f(x).tolist()
+            change()
+            found[name] = before + f(x).tolist()
+    finally:
+        globals().pop("max", None)
+        Scale._add = 0.0
+        delattr(Scale, "new")
+    assert found == {name: [2.0, 2.0, 3.0, 3.0] for name in found}
+    scale, table = Scale(2.0), {"by": 2.0}
+    batches = ranks.batches(scale.at)
+    specs = {"in_specs": (P("dp"),), "out_specs": P("dp")}
+    built = ranks.build(lambda table: lambda x: table["by"] * x, table, **specs)
+    f = ft.shard_map(lambda x: x, ranks, P("dp"), P("dp"))
+    assert f(batches(0)).tolist() + built(x).tolist() == [2.0] * 4
+    scale.by = table["by"] = 3.0
+    assert f(batches(0)).tolist() + built(x).tolist() == [3.0] * 4
+
+
+def test_the_default_dtype_is_the_newest(ranks):
+    f = ft.shard_map(lambda x: x * torch.tensor(1.0).element_size(), ranks, P("dp"), P("dp"))
+    assert f(torch.ones(2)).tolist() == [4.0, 4.0]
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert f(torch.ones(2)).tolist() == [8.0, 8.0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert f(torch.ones(2)).tolist() == [4.0, 4.0]
+
+
+def test_modules_that_functions_import_are_the_newest(ranks, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack/__init__.py").write_text("")
+    for name in ("lazy", "pack/inner"):
+        (tmp_path / f"{name}.py").write_text("def scale(x):\n    return 2 * x\n")
+
+    text = "def f(x):\n    import lazy\n    import pack.inner\n\n"
+    text += "    return lazy.scale(pack.inner.scale(x))\n"
+    (tmp_path / "using.py").write_text(text)
+    f = importlib.import_module("using").f
+    assert f(torch.ones(2)).tolist() == [4.0, 4.0]  # which imports them here
+    mapped, x = ft.shard_map(f, ranks, P("dp"), P("dp")), torch.ones(2)
+    assert mapped(x).tolist() == f(x).tolist() == [4.0, 4.0]
+    for name, want in (("lazy", 20.0), ("pack.inner", 100.0)):
+        path = tmp_path / f"{name.replace('.', '/')}.py"
+        path.write_text("def scale(x):\n    return 5 * 2 * x\n")
+        importlib.reload(sys.modules[name])
+        assert mapped(x).tolist() == f(x).tolist() == [want, want]
+    for name in ("using", "lazy", "pack", "pack.inner"):
+        sys.modules.pop(name)
 
 
 def test_functions_that_are_no_more_are_forgotten(ranks):
