@@ -34,11 +34,13 @@ from functron.apps.notebook.handles import (
     Plan,
     Row,
     abstract,
+    compare_shown,
     compare_sums,
     deal,
     for_rank,
     join_stages,
     kind_of,
+    refuse_split_statics,
 )
 from functron.apps.notebook.processes import (
     GRACE_SECONDS,
@@ -134,7 +136,7 @@ class RemoteFunction:
         self._find_mapped()
 
     def list_given(self) -> list[UsedValue]:
-        """The values it is made of that may be changed in place; of one that is called once, nothing."""
+        """The values that it is made of; of one that is called once, none."""
         make, args, kwargs = self._recipe
         given = [] if self._once else [make, *args, *kwargs.values()]
         return [
@@ -513,6 +515,8 @@ class StartedMesh(NamedAxes):
         return there and not self._closed
 
     def _fetch_alone(self, handles: Sequence[Handle]) -> list[torch.Tensor]:
+        if self._closed:
+            self._refuse_closed()
         wanted: dict[int, list[int]] = {}
         places: list[dict[tuple, int]] = []
         living = {rank.number for rank in self._processes.living}
@@ -782,7 +786,10 @@ class StartedMesh(NamedAxes):
             told = f"{name} was interrupted on all ranks"
             if interrupt.busy:
                 told = f"{name} was given up, but {list_ranks(interrupt.busy)} could not be "
-                told += "interrupted: the next call waits for the end of it"
+                told += "interrupted: the next call waits for the end of it; or end the process, "
+                pids = [self._processes.ranks[n].process for n in interrupt.busy]
+                numbers = " ".join(str(each.pid) for each in pids if each is not None)
+                told += f"kill -9 {numbers}, and start it again: mesh.restart()"
             raise KeyboardInterrupt(told) from None
         failed = len(answers) < self.size or any(a[-1].failure for a in answers.values())
         show_warnings(answers, self.size)
@@ -870,12 +877,17 @@ class StartedMesh(NamedAxes):
         most = max(len(each) for _, each in layouts.values())
         self._number(most)
         key = kept[0].layout
+        if not function.by_stage:
+            texts = {each.new[0] for each in kept.values() if not each.layout and each.new}
+            if len(texts) > 1 or any(each[1] is not metas for each in layouts.values()):
+                compare_shown(layouts)
         if function.by_stage or any(each[1] is not metas for each in layouts.values()):
             return self._results_by_stage(plan, layouts, first)
         found = plan.results.get(key)
         if found is None:
             flat = tree.broadcast_prefix(plan.out_specs, shown, is_leaf=is_spec, what="out_specs")
             leaves, structure = tree.flatten(shown, is_leaf=is_slot)
+            refuse_split_statics(tree.paths(shown, is_slot), leaves, flat)
             rows: list[Any] = []
             for leaf, spec in zip(leaves, flat, strict=True):
                 if isinstance(leaf, ResultSlot):

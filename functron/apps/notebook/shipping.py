@@ -286,24 +286,36 @@ def dump_function(recipe: tuple, refer: Callable[[Any], Any]) -> tuple[bytes, Sh
         modules = found
 
 
-def load_function(data: bytes, find: Callable[[Any], Any], receiver: torch.device) -> tuple:
-    """The recipe that `dump_function` wrote, with its modules where Python imports them."""
-    *recipe, modules = load(data, find, receiver)
+def load_function(
+    data: bytes, find: Callable[[Any], Any], device: torch.device
+) -> tuple[tuple, list[torch.Tensor]]:
+    """The recipe that `dump_function` wrote, and the tensors that came with it.
+
+    Its modules are put where Python imports them.
+    """
+    receiver = Receiver(data, find, device)
+    *recipe, modules = receiver.load()
     sys.modules.update((module.__name__, module) for module in modules)
-    return tuple(recipe)
+    return tuple(recipe), receiver.tensors
 
 
 class Receiver(pickle.Unpickler):
-    """Reads what `dump` wrote; `find` returns the object of a name; tensors go to a device."""
+    """Reads what `dump` wrote; `find` returns the object of a name; tensors go to a device.
+
+    Attributes:
+        tensors: those that it has read.
+    """
 
     def __init__(self, data: bytes, find: Callable[[Any], Any], device: torch.device | str):
         super().__init__(io.BytesIO(data))
         self._find, self._device = find, device
+        self.tensors: list[torch.Tensor] = []
 
     def persistent_load(self, pid: Any) -> Any:
         """The object of this name."""
         if isinstance(pid, tuple) and pid[0] == "tensor":
             found = pid[1].tensor().to(self._device)
+            self.tensors.append(found)
             return torch.nn.Parameter(found) if pid[2] else found
         if pid[0] == "meta":
             return torch.empty(pid[1], dtype=pid[2], device="meta")

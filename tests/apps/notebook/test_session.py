@@ -4,11 +4,13 @@ of torchrun's; what is refused; and what is left when ranks are interrupted, fai
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import functools
 import gc
 import importlib
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -336,6 +338,60 @@ def test_what_was_donated_is_gone(ranks):
         state.step.gather()
 
 
+def test_no_value_is_a_view_of_another(ranks):
+    """What is donated overwrites itself alone: results get memory of their own."""
+    x, closed, spec = torch.arange(8.0), torch.zeros(8), P("dp")
+    same = ft.shard_map(lambda x: x * 1, ranks, spec, spec)
+    write = ft.shard_map(lambda x: x.add_(100), ranks, spec, spec, donate=0)
+    views = (lambda x: x[:2], lambda x: x.view(2, 2), lambda x: x.detach(), lambda x: x)
+    for view in views:
+        given = same(x)
+        made = ft.shard_map(view, ranks, spec, spec)(given)
+        before = made.tolist()
+        write(given)
+        assert made.tolist() == before
+
+    def several(x):
+        y = x * 1
+        return y, y, y[:2], y[2:]
+
+    first, *rest = ft.shard_map(several, ranks, spec, spec)(x)
+    before = [each.tolist() for each in rest]
+    write(first)
+    assert [each.tolist() for each in rest] == before
+    part = ft.shard_map(lambda x: closed[: len(x)], ranks, spec, spec)
+    write(part(x))
+    assert part(x).tolist() == [0.0] * 8
+    kept = ranks.memory()[0]["held_bytes"]
+    given = same(x)
+    given = write(given)  # the very memory that was given up: no copy
+    assert ranks.memory()[0]["held_bytes"] == kept + 16
+
+
+def test_copies_of_handles(ranks):
+    handle: Any = ft.shard(torch.arange(4.0), P("dp"), ranks)
+    shallow = copy.copy({"x": handle})
+    again, deep = copy.copy(handle), copy.deepcopy({"x": handle})
+    del again
+    ranks.run(lambda: None)
+    ft.shard_map(lambda x: x.add_(1), ranks, P("dp"), P("dp"), donate=0)(handle)
+    assert deep["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(ValueError, match="was donated"):
+        shallow["x"].gather()
+    with pytest.raises(TypeError, match=r"cannot be pickled.*ft\.gather"):
+        pickle.dumps(deep)
+    number: Any = ft.shard(torch.tensor(1.26), P(), ranks)
+    assert (round(number), round(number, 1)) == (1, 1.3)
+    with pytest.raises(TypeError, match=r"no bfloat16; fix: handle\.gather"):
+        ft.shard(torch.ones(2, dtype=torch.bfloat16), P(), ranks).numpy()
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    f = ft.shard_map(lambda x: (x.conj(), x.conj().imag), ranks, P(), P(), replicated_over="dp")
+    for whole, want in zip(f(x.conj()), (x, x.imag), strict=True):
+        assert torch.equal(whole.gather(), want)
+    with pytest.raises(ValueError, match=r"one of layout sparse_coo; wanted a dense one"):
+        ft.shard(torch.eye(2).to_sparse(), P(), ranks)
+
+
 def test_values_nobody_refers_to_are_freed(ranks):
     x, whole = ft.shard(torch.ones(1 << 18), P("dp"), ranks), ft.shard(torch.ones(2), P(), ranks)
     held = [each["held_bytes"] for each in ranks.memory()]
@@ -647,6 +703,31 @@ def test_ranks_that_return_different_values_say_so(ranks):
         ranks.run(lambda mesh: {"x": torch.full((3,), mesh.rank)}, ranks)
     parts = ranks.run(lambda mesh: torch.full((1,), mesh.rank), ranks, specs=P("dp"))
     assert parts.tolist() == [0, 1]
+
+
+def test_other_values_that_differ_say_so(ranks):
+    """Numbers, text, arrays and shapes that ranks should have in common, and parts of no tensor."""
+    for make, got in (
+        (lambda mesh: {"n": mesh.rank}, "result n: got 1 on rank 1, 0 on rank 0"),
+        (lambda mesh: [f"r{mesh.rank}"], "result 0: got 'r1' on rank 1, 'r0' on rank 0"),
+        (lambda mesh: np.full(2, mesh.rank), "got array"),
+        (lambda mesh: {"a": 1} if mesh.rank else {"b": 1}, "result b: got 'nothing' on rank 1"),
+        (lambda mesh: torch.ones(1 + mesh.rank), r"got float32\[2\] on rank 1, float32\[1\]"),
+    ):
+        with pytest.raises(ValueError, match=f"different values[^?]*{got}"):
+            ranks.run(make, ranks)
+    assert ranks.run(lambda: {"a": {"x", "y"}, "b": float("nan"), "c": np.ones(2)})["a"] == {*"xy"}
+    with pytest.raises(ValueError, match=r"result: got 3 with the spec P\('dp'\); wanted a tensor"):
+        ranks.run(lambda: 3, specs=P("dp"))
+
+
+def test_writes_to_what_a_function_closes_over_are_told(ranks):
+    total = torch.zeros(())
+    f = ft.shard_map(lambda x: x + total.add_(1), ranks, P("dp"), P("dp"))
+    with pytest.warns(
+        UserWarning, match=r"modified a tensor of shape \(\) in place that it closes"
+    ):
+        f(torch.ones(2))
 
 
 def test_results_may_hold_other_values(ranks):
