@@ -623,6 +623,8 @@ def _release(worker: Worker) -> None:
     if isinstance(bound, BoundMesh) and not bound.membership.closed:
         with contextlib.suppress(Exception):
             bound.leave("the program was interrupted")
+            if worker.place.device == "cpu":  # where the user's own collectives wait
+                dist.destroy_process_group()
 
 
 def _where(worker: Worker, main: int) -> dict[str, Any]:

@@ -721,6 +721,19 @@ def test_other_values_that_differ_say_so(ranks):
         ranks.run(lambda: 3, specs=P("dp"))
 
 
+def test_a_rank_that_waits_in_a_collective_of_torch_is_let_go(ranks):
+    def fail(mesh):
+        if mesh.rank:
+            raise ValueError("alone")
+        torch.distributed.all_reduce(torch.ones(1))
+
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="alone"):
+        ranks.run(fail, ranks)
+    assert time.monotonic() - began < 60  # of the 300 s that a collective may take
+    assert ranks.run(lambda: 3) == 3
+
+
 def test_writes_to_what_a_function_closes_over_are_told(ranks):
     total = torch.zeros(())
     f = ft.shard_map(lambda x: x + total.add_(1), ranks, P("dp"), P("dp"))
