@@ -141,7 +141,7 @@ class Handle:
 
     def __len__(self) -> int:
         if not self.ndim:
-            raise TypeError("len() of a handle of a number")
+            raise TypeError("len() of a Handle of a number; fix: handle.item(), or handle.gather()")
         return self.shape[0]
 
     def __repr__(self) -> str:

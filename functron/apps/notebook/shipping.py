@@ -52,6 +52,7 @@ except ModuleNotFoundError:  # an extra
 cloudpickle: Any = _cloudpickle
 _Pickler: Any = pickle.Pickler if cloudpickle is None else cloudpickle.Pickler
 
+_CACHED: Any = type(functools.lru_cache(abs))
 _INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32})  # by their bytes
 
 
@@ -126,6 +127,10 @@ class Shipper(_Pickler):
             return marshal.loads, (marshal.dumps(obj),)
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, _CACHED):
+            module = sys.modules.get(obj.__module__)
+            if obj.__module__ == "__main__" or module is None or is_own(module):
+                return _cache_again, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, types.ModuleType) and is_own(obj):
             self.seen += contents_of(obj)
         made: Any = super().reducer_override(obj)
@@ -140,6 +145,10 @@ class Shipper(_Pickler):
         elif isinstance(obj, type):
             self.seen += attributes_of(obj)
         return made
+
+
+def _cache_again(function: Callable, parameters: dict[str, Any]) -> Callable:
+    return functools.lru_cache(**parameters)(function)
 
 
 class _Globals:

@@ -642,6 +642,14 @@ def test_what_cannot_be_sent_is_named(ranks):
         f(torch.ones(2))
 
 
+def test_a_function_with_a_cache_is_sent(ranks):
+    @functools.lru_cache(maxsize=3)
+    def double(x):
+        return 2 * x
+
+    assert ranks.run(lambda: (double(2), double.cache_parameters()["maxsize"])) == (4, 3)
+
+
 def test_threads_take_turns(ranks):
     double, found = ft.shard_map(lambda x: 2 * x, ranks, P("dp"), P("dp")), []
 
