@@ -231,7 +231,7 @@ class Partitioned(MappedFunction):
 
     def __init__(self, fn, mesh, in_specs, out_specs, given, check, donate):
         self._settings, (self._constraints, self._policies), self._attention = given
-        self.fn, self._given = fn, out_specs
+        self.fn, self._given = fn, tree.map(lambda spec: spec, out_specs, is_leaf=is_spec)
         self._plans: dict[Any, _FunctionPlan] = {}
         self._last: _FunctionPlan | None = None
         super().__init__(self._rank, mesh, in_specs, P(), check, None, donate)

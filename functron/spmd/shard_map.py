@@ -312,7 +312,10 @@ class MappedFunction:
         self._mapped = mesh.without(stages)
         # what stages send one another is not counted
         self._alike = None if mesh[stages or ""] == 1 else False
-        self.in_specs, self.out_specs = in_specs, out_specs
+        # copies: a dict of specs that its maker changes later would change no plan that was made
+        self.in_specs, self.out_specs = (
+            tree.map(lambda spec: spec, specs, is_leaf=is_spec) for specs in (in_specs, out_specs)
+        )
         meant = {*STANDARD_AXES, *replicated_over, stages}
         self._own = [n for n in unsplit_axes(mesh, in_specs, out_specs) if n not in meant]
         self.name = getattr(f, "__name__", type(f).__name__)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from functron.apps.notebook.shipping import dump
 from functron.apps.notebook.worker import Call, ResultSlot, TensorMeta, is_slot
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
@@ -72,8 +73,18 @@ class Handle:
     cpu = gather
 
     def numpy(self) -> np.ndarray:
-        """The whole value."""
-        return self.gather().numpy()
+        """The whole value.
+
+        Raises:
+            TypeError: numpy has no such dtype.
+        """
+        whole = self.gather()
+        try:
+            return whole.numpy()
+        except TypeError:
+            name = str(self.dtype).removeprefix("torch.")
+            fix = f"fix: handle.gather().float().numpy(), or handle.gather(), a tensor of {name}"
+            raise TypeError(f"numpy has no {name}; {fix}") from None
 
     def item(self) -> bool | int | float:
         """The number that it is."""
@@ -94,6 +105,18 @@ class Handle:
         """The value itself: the ranks record no tape."""
         return self
 
+    def __copy__(self) -> Handle:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Handle:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a Handle cannot be pickled: its value is with the ranks; fix: ft.gather(tree), and "
+            "pickle that, or a checkpoint"
+        )
+
     def _check(self) -> None:
         if self._fate:
             raise ValueError(f"a value that {self._fate}")
@@ -103,6 +126,9 @@ class Handle:
 
     def __int__(self) -> int:
         return int(self.item())
+
+    def __round__(self, digits: int | None = None) -> int | float:
+        return round(self.item(), digits)
 
     def __bool__(self) -> bool:
         return bool(self.item())
@@ -115,7 +141,7 @@ class Handle:
 
     def __len__(self) -> int:
         if not self.ndim:
-            raise TypeError("len() of a handle of a number")
+            raise TypeError("len() of a Handle of a number; fix: handle.item(), or handle.gather()")
         return self.shape[0]
 
     def __repr__(self) -> str:
@@ -379,6 +405,65 @@ def compare_sums(
                 problems.append(Problem(f"result {path}".strip(), got, wanted, fix))
                 break
     raise_problems("ranks returned different values", problems)
+
+
+def compare_shown(shown: Mapping[int, tuple[Any, Sequence[TensorMeta]]]) -> None:
+    """Raise ValueError for results of ranks that differ in more than tensors' numbers.
+
+    Args:
+        shown: of each rank the structure, with slots and what is no tensor, and its tensors.
+    """
+    first, *others = shown
+    problems: dict[str, Problem] = {}
+    wanted = dict(tree.items(shown[first][0], is_slot))
+    for rank in others:
+        found = dict(tree.items(shown[rank][0], is_slot))
+        for path in dict.fromkeys((*wanted, *found)):
+            mine, theirs = (_describe(side, path) for side in (found, wanted))
+            metas = shown[rank][1], shown[first][1]
+            fix = 'return a tensor with specs=P("dp"), say, or torch.distributed.all_gather_object'
+            if isinstance(mine, ResultSlot) and isinstance(theirs, ResultSlot):
+                mine, theirs = metas[0][mine.index], metas[1][theirs.index]
+                fix = "give parts one shape; of a pipeline's ranks say stages=, its axis"
+            if not _is_alike(mine, theirs):
+                got = f"{_shorten(mine)} on rank {rank}, {_shorten(theirs)} on rank {first}"
+                where = f"result {path}".strip()
+                problems.setdefault(path, Problem(where, got, "the same on all ranks", fix))
+    raise_problems("ranks returned different values", list(problems.values()))
+
+
+def _describe(side: Mapping[str, Any], path: str) -> Any:
+    return side.get(path, "nothing")
+
+
+def _shorten(value: Any) -> str:
+    if isinstance(value, TensorMeta):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    text = "a tensor" if isinstance(value, ResultSlot) else repr(value)
+    return text if len(text) < 60 else f"{text[:57]}..."
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether two values that came from ranks are the same, not a number being one too."""
+    try:
+        if dump(one)[0] == dump(other)[0]:
+            return True
+        same: Any = one == other  # such as sets, which every process orders in its own way
+        return type(one) is type(other) and bool(same)
+    except Exception:  # an array of bools, or an object's own method
+        return False
+
+
+def refuse_split_statics(paths: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]) -> None:
+    """Raise ValueError for results that are parts of whole ones by their specs, and no tensors."""
+    problems = [
+        Problem(f"result {path}".strip(), f"{_shorten(leaf)} with the spec {spec}", "a tensor",
+                "return torch.tensor(...), or give it the spec None")
+        for path, leaf, spec in zip(paths, leaves, specs, strict=True)
+        if not isinstance(leaf, ResultSlot | None) and isinstance(spec, P)
+        and sharding.spec_axes(spec)
+    ]  # fmt: skip
+    raise_problems("only tensors are split over ranks", problems)
 
 
 def abstract(given: Any) -> Any:

@@ -34,11 +34,13 @@ from functron.apps.notebook.handles import (
     Plan,
     Row,
     abstract,
+    compare_shown,
     compare_sums,
     deal,
     for_rank,
     join_stages,
     kind_of,
+    refuse_split_statics,
 )
 from functron.apps.notebook.processes import (
     GRACE_SECONDS,
@@ -53,13 +55,14 @@ from functron.apps.notebook.processes import (
 from functron.apps.notebook.shipping import (
     Packed,
     SentProgram,
-    UsedValue,
     compile_sent,
     dump,
+    dump_function,
     load,
     refuse_unsendable,
     require_cloudpickle,
 )  # fmt: skip
+from functron.apps.notebook.used_values import UsedValue, UsedValues, is_specs
 from functron.apps.notebook.worker import Answer, Call, KeptResults, ResultSlot, TensorMeta, is_slot
 from functron.compiler.executable import compile as compile_program
 from functron.compiler.jit import Jitted, jit
@@ -98,22 +101,50 @@ class RemoteFunction:
         self, ranks: StartedMesh, make: Callable, args: tuple, kwargs: Mapping[str, Any],
         *, twin: Any = None, in_specs: Any = (), out_specs: Any = None, stages: str | None = None,
     ):  # fmt: skip
-        self._sent: tuple[bytes, list[UsedValue]] | None = None
+        self._sent: tuple[bytes, UsedValues] | None = None
         self.ranks, self.twin, self.in_specs, self.out_specs = ranks, twin, in_specs, out_specs
-        self._recipe = make, args, dict(kwargs)
+        self._recipe, self._once = (make, args, dict(kwargs)), False
         self._plans: dict[Any, Plan] = {}
-        inner, self.donate = twin, set()
+        self._find_mapped(stages)
+        named = twin if twin is not None else args[0] if args else make
+        self.__name__ = getattr(named, "__name__", "function")
+        self.__doc__ = getattr(named, "__doc__", None)
+
+    def _find_mapped(self, stages: str | None = None) -> None:
+        inner, self.donate = self.twin, set()
         while isinstance(inner, Jitted):
             self.donate |= set(inner.donate)
             inner = inner.fn
         if isinstance(inner, MappedFunction):
             self.donate |= set(inner.donate)
             self.in_specs, stages = inner.in_specs, inner.stages
-        self.by_stage, self.sums = ranks.mesh[stages or ""] > 1, False
+        self.by_stage, self.sums = self.ranks.mesh[stages or ""] > 1, False
         self._mapped = inner if isinstance(inner, MappedFunction) else None
-        named = twin if twin is not None else args[0] if args else make
-        self.__name__ = getattr(named, "__name__", "function")
-        self.__doc__ = getattr(named, "__doc__", None)
+        # of what is traced for its results' specs, values of arguments count too
+        self.traces = self._mapped is not None and type(self._mapped) is not MappedFunction
+
+    def renew(self) -> None:
+        """Forget what was found by tracing: what it is made of has changed."""
+        self._plans.clear()
+        make, args, kwargs = self._recipe
+        if self.twin is None:
+            return
+        if make is nans:
+            self.twin = args[0].twin
+            return
+        self.twin = make(*_local(args), **_local_dict(kwargs))
+        self._find_mapped()
+
+    def list_given(self) -> list[UsedValue]:
+        """The values that it is made of; of one that is called once, none."""
+        make, args, kwargs = self._recipe
+        given = [] if self._once else [make, *args, *kwargs.values()]
+        return [
+            UsedValue.of(lambda each=each: each)
+            for each in given
+            if not isinstance(each, StartedMesh | RemoteFunction)
+            and not (self.twin is not None and is_specs(each))  # copies of our own
+        ]
 
     def __repr__(self) -> str:
         return f"<{self.__name__} on {self.ranks}>"
@@ -122,7 +153,7 @@ class RemoteFunction:
         """The specs of the results of such arguments; `partition` and `capture` trace for them."""
         if self._mapped is None:
             return self.out_specs
-        if type(self._mapped) is not MappedFunction:
+        if self.traces:
             eval_shape(self._mapped)(*abstract(args))
         return self._mapped.out_specs
 
@@ -174,6 +205,11 @@ def _local(args: Iterable[Any]) -> tuple:
     )
 
 
+def copy_specs(value: Any) -> Any:
+    """A tree of specs of its own, which nobody changes; anything else as it is."""
+    return tree.map(lambda spec: spec, value, is_leaf=is_spec) if is_specs(value) else value
+
+
 def _local_dict(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(kwargs, _local(kwargs.values()), strict=True))
 
@@ -201,6 +237,7 @@ class StartedMesh(NamedAxes):
         self._unused: deque[bytes] = deque()
         self._apart = True
         self._metas: dict[tuple[TensorMeta, ...], tuple[TensorMeta, ...]] = {}
+        self._default_dtype = torch.float32
         self._closed = ""
         self._end = weakref.finalize(self, self._processes.close)
         try:
@@ -265,6 +302,8 @@ class StartedMesh(NamedAxes):
         if fn is compile_program:
             program, rest = given.pop("program"), {k: v for k, v in given.items() if k != "mesh"}
             return self._compile(program, rest)
+        args = tuple(map(copy_specs, args))
+        kwargs = {name: copy_specs(each) for name, each in kwargs.items()}
         made = fn(*_local(args), **_local_dict(kwargs))
         if isinstance(made, MappedFunction | Jitted):
             return RemoteFunction(self, fn, args, kwargs, twin=made)
@@ -323,6 +362,7 @@ class StartedMesh(NamedAxes):
             stages: the axis of a pipeline, whose ranks hold different parts of them.
         """
         specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
+        specs = {name: copy_specs(each) for name, each in specs.items()}
         return RemoteFunction(self, make, args, {}, stages=stages, **specs)
 
     @public
@@ -392,7 +432,8 @@ class StartedMesh(NamedAxes):
         for number in dead:
             self._layouts[number] = {}
         self._join()
-        again = [("define", item) for item in self._blobs.items()]
+        again: list[tuple[str, tuple]] = [("default_dtype", (self._default_dtype,))]
+        again += [("define", item) for item in self._blobs.items()]
         again += [("structure", (n, blob)) for blob, n in self._structures.items()]
         for number in dead:
             self._ask([*again, ("put", (parts[number],))], [number])
@@ -474,6 +515,8 @@ class StartedMesh(NamedAxes):
         return there and not self._closed
 
     def _fetch_alone(self, handles: Sequence[Handle]) -> list[torch.Tensor]:
+        if self._closed:
+            self._refuse_closed()
         wanted: dict[int, list[int]] = {}
         places: list[dict[tuple, int]] = []
         living = {rank.number for rank in self._processes.living}
@@ -583,7 +626,7 @@ class StartedMesh(NamedAxes):
         made = RemoteFunction(
             self, functools.partial, (fn, *args), kwargs, out_specs=specs, stages=stages
         )
-        made.sums = sums
+        made.sums, made._once = sums, True
         try:
             return self._call(made, ())
         finally:
@@ -603,7 +646,7 @@ class StartedMesh(NamedAxes):
 
     def _define(self, function: RemoteFunction) -> bytes:
         """The key of a function as it is now, which the ranks are told with the next call."""
-        if function._sent is not None and not any(seen.changed() for seen in function._sent[1]):
+        if function._sent is not None and not function._sent[1].changed():
             return function._sent[0]
 
         used: list[UsedValue] = []
@@ -622,7 +665,7 @@ class StartedMesh(NamedAxes):
             return None
 
         try:
-            blob, shipper = dump(function._recipe, refer)
+            blob, shipper = dump_function(function._recipe, refer)
         except ValueError as error:  # of `refer`
             raise error.with_traceback(None) from None
         except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -639,14 +682,23 @@ class StartedMesh(NamedAxes):
         self._uses[key] += 1
         if function._sent is not None:
             self._unused.append(function._sent[0])
-        function._sent = key, used + shipper.seen
+            if function._sent[0] != key:
+                function.renew()
+        function._sent = key, UsedValues([*used, *shipper.seen, *function.list_given()])
         return key
 
     def _plan(self, function: RemoteFunction, args: tuple) -> tuple[Plan, list]:
         """How arguments like these are sent, and their leaves."""
         leaves, structure = tree.flatten(args)
         kinds = tuple([leaf._kind if type(leaf) is Handle else kind_of(leaf) for leaf in leaves])
-        plan = function._plans.get((structure, kinds))
+        key: Any = structure, kinds
+        if function.traces:
+            key = *key, *[x for x in leaves if not isinstance(x, Handle | torch.Tensor)]
+        try:
+            plan = function._plans.get(key)
+        except TypeError:  # a static argument without a hash: anew every time
+            key, plan = object(), None
+            function._plans.clear()
         if plan is not None:
             return plan, leaves
         out_specs = function.find_out_specs(args)
@@ -666,9 +718,7 @@ class StartedMesh(NamedAxes):
         if blob not in self._structures:
             self._pending.append(("structure", (len(self._structures), blob)))
         number = self._structures.setdefault(blob, len(self._structures))
-        plan = function._plans[structure, kinds] = Plan(
-            number, specs, moves, consumed, paths, out_specs, {}
-        )
+        plan = function._plans[key] = Plan(number, specs, moves, consumed, paths, out_specs, {})
         return plan, leaves
 
     def _bind_specs(self, function: RemoteFunction, args: tuple) -> list:
@@ -703,6 +753,9 @@ class StartedMesh(NamedAxes):
                                  "mapped")  # fmt: skip
             self._forget_unused()
             key = self._define(function)
+            if torch.get_default_dtype() is not self._default_dtype:
+                self._default_dtype = torch.get_default_dtype()
+                self._pending.append(("default_dtype", (self._default_dtype,)))
             plan, leaves = self._plan(function, args)
             with self._processes.alone(GRACE_SECONDS if plan.consumed else 0.0):
                 return self._call_alone(function, key, plan, leaves)
@@ -733,7 +786,10 @@ class StartedMesh(NamedAxes):
             told = f"{name} was interrupted on all ranks"
             if interrupt.busy:
                 told = f"{name} was given up, but {list_ranks(interrupt.busy)} could not be "
-                told += "interrupted: the next call waits for the end of it"
+                told += "interrupted: the next call waits for the end of it; or end the process, "
+                pids = [self._processes.ranks[n].process for n in interrupt.busy]
+                numbers = " ".join(str(each.pid) for each in pids if each is not None)
+                told += f"kill -9 {numbers}, and start it again: mesh.restart()"
             raise KeyboardInterrupt(told) from None
         failed = len(answers) < self.size or any(a[-1].failure for a in answers.values())
         show_warnings(answers, self.size)
@@ -821,12 +877,17 @@ class StartedMesh(NamedAxes):
         most = max(len(each) for _, each in layouts.values())
         self._number(most)
         key = kept[0].layout
+        if not function.by_stage:
+            texts = {each.new[0] for each in kept.values() if not each.layout and each.new}
+            if len(texts) > 1 or any(each[1] is not metas for each in layouts.values()):
+                compare_shown(layouts)
         if function.by_stage or any(each[1] is not metas for each in layouts.values()):
             return self._results_by_stage(plan, layouts, first)
         found = plan.results.get(key)
         if found is None:
             flat = tree.broadcast_prefix(plan.out_specs, shown, is_leaf=is_spec, what="out_specs")
             leaves, structure = tree.flatten(shown, is_leaf=is_slot)
+            refuse_split_statics(tree.paths(shown, is_slot), leaves, flat)
             rows: list[Any] = []
             for leaf, spec in zip(leaves, flat, strict=True):
                 if isinstance(leaf, ResultSlot):

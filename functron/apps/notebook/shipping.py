@@ -15,17 +15,27 @@ import io
 import marshal
 import pickle
 import sys
-import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
+from functron.apps.notebook.used_values import (
+    UsedNames,
+    UsedValue,
+    attributes_of,
+    contents_of,
+    imports_of,
+    is_own,
+    names_of,
+    own_modules,
+    values_of,
+    variables_of,
+)
 from functron.compiler.executable import compile as compile_program
 from functron.core import tree
 from functron.core.errors import Problem, is_library, raise_problems, refuse
@@ -42,9 +52,8 @@ except ModuleNotFoundError:  # an extra
 cloudpickle: Any = _cloudpickle
 _Pickler: Any = pickle.Pickler if cloudpickle is None else cloudpickle.Pickler
 
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_CACHED: Any = type(functools.lru_cache(abs))
 _INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32})  # by their bytes
-_MANY_BYTES = 1 << 16  # of a value whose changes are not looked for
 
 
 def require_cloudpickle() -> None:
@@ -63,7 +72,11 @@ class Packed(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Packed:
         """The numbers of a tensor of any device; one of a CPU may share its memory."""
-        plain = tensor.detach().cpu().contiguous()
+        if tensor.layout is not torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+            refuse("a tensor cannot go between processes", "tensor", f"one of layout {kind}",
+                   "a dense one", "to_dense(), or make it inside of the function")  # fmt: skip
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         try:
             return cls(plain.numpy(), plain.dtype)
         except TypeError:
@@ -79,120 +92,6 @@ class Packed(NamedTuple):
         return torch.from_numpy(writable).view(self.dtype)
 
 
-class UsedValue(NamedTuple):
-    """A value that a function uses: where it was found, and what it was.
-
-    Attributes:
-        read: returns it as it is now.
-        value: what was found.
-        fixed: it cannot be changed in place.
-        state: of a value that may be changed in place; see `_state`.
-        looked: objects that the state tells apart by their identity, which they keep while they are
-            here.
-    """
-
-    read: Callable[[], Any]
-    value: Any
-    fixed: bool
-    state: Any
-    looked: list[Any]
-
-    @classmethod
-    def of(cls, read: Callable[[], Any]) -> UsedValue:
-        """The value as it is now."""
-        value, looked = read(), []
-        return cls(read, value, _is_fixed(value), _state(value, looked), looked)
-
-    def changed(self) -> bool:
-        """Whether another value, or another state of it, is there now."""
-        try:
-            value = self.read()
-        except (KeyError, ValueError):  # deleted
-            return True
-        if value is not self.value or self.fixed:
-            return value is not self.value
-        return _state(value, []) != self.state
-
-
-_FIXED = (
-    types.BuiltinFunctionType, types.MethodDescriptorType, types.ModuleType, type, str, int, float,
-    bool, complex, bytes, type(None), torch.dtype, torch.device,
-)  # fmt: skip
-
-_BY_IDENTITY = type, types.ModuleType, torch.Generator
-
-
-def _is_fixed(value: Any) -> bool:
-    """Whether a value consists of what cannot be changed in place, as configurations do."""
-    if isinstance(value, (tuple, frozenset)):
-        return not hasattr(value, "__dict__") and all(map(_is_fixed, value))
-    params = vars(type(value)).get("__dataclass_params__")
-    if params is not None and params.frozen:
-        own = {each.name for each in fields(value)}
-        held = getattr(value, "__dict__", {}).keys()
-        return held <= own and all(_is_fixed(getattr(value, name, None)) for name in own)
-    return isinstance(value, _FIXED)
-
-
-def _state(value: Any, looked: list[Any]) -> Any:
-    """Something that is another one after a value was changed in place.
-
-    Of arrays of many bytes and collections of many objects only the sizes are looked at.
-    """
-    if _is_fixed(value):
-        return None
-    if isinstance(value, types.FunctionType):  # autoreload changes its code
-        found = [value.__code__, *(value.__defaults__ or ())]
-        looked += found
-        return [*map(id, found)]
-    if isinstance(value, (list, dict, set)) and len(value) > _MANY_BYTES // 8:
-        return len(value)
-    file = io.BytesIO()
-    try:
-        _Looker(file, looked).dump(value)
-    except Exception:  # raised by an object's own methods
-        return None
-    return hash(file.getvalue())
-
-
-class _Looker(pickle.Pickler):
-    """Pickles what an object consists of, and identities in place of what cannot change."""
-
-    def __init__(self, file: Any, looked: list[Any]):
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._looked = looked
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Identities of tensors, with their versions, and of what cannot be pickled."""
-        kept: tuple | None = ()
-        if obj is _Seen:
-            return NotImplemented
-        if isinstance(obj, torch.Tensor):
-            kept = () if obj.is_inference() else (obj._version,)
-        elif isinstance(obj, np.ndarray):
-            kept = None if obj.nbytes < _MANY_BYTES else (obj.shape,)
-        elif isinstance(obj, types.FunctionType):
-            kept = tuple(_state(obj, self._looked))
-        elif not isinstance(obj, _BY_IDENTITY) and not hasattr(type(obj), "__functron_call__"):
-            kept = self._parts(obj)
-        if kept is None:
-            return NotImplemented
-        self._looked.append(obj)
-        return _Seen, (id(obj), *kept)
-
-    def _parts(self, obj: Any) -> tuple | None:
-        """The attributes of an object that cannot be pickled; None: it can be."""
-        try:
-            obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        except Exception:
-            return tuple(getattr(obj, "__dict__", {}).items())
-        return None
-
-
-class _Seen:
-    """The name under which `_Looker` writes objects."""
-
-
 class Shipper(_Pickler):
     """Pickles a value for the ranks.
 
@@ -201,13 +100,15 @@ class Shipper(_Pickler):
 
     Attributes:
         seen: what functions use that were pickled by value.
+        imports: the user's modules that these import when they run.
         tensor_bytes: of tensors that functions close over.
     """
 
     def __init__(self, file: Any, refer: Callable[[Any], Any]):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._refer = refer
-        self.seen: list[UsedValue] = []
+        self.seen: list[UsedValue | UsedNames] = []
+        self.imports: dict[str, None] = {}
         self.tensor_bytes = 0
 
     def persistent_id(self, obj: Any) -> Any:
@@ -226,47 +127,28 @@ class Shipper(_Pickler):
             return marshal.loads, (marshal.dumps(obj),)
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, _CACHED):
+            module = sys.modules.get(obj.__module__)
+            if obj.__module__ == "__main__" or module is None or is_own(module):
+                return _cache_again, (obj.__wrapped__, obj.cache_parameters())
+        if isinstance(obj, types.ModuleType) and is_own(obj):
+            self.seen += contents_of(obj)
         made: Any = super().reducer_override(obj)
         if made is NotImplemented or not isinstance(made, tuple):
             return made
         if isinstance(obj, types.FunctionType):
             if is_library(obj.__globals__):
+                self.seen += variables_of(obj)
                 return _within_library(obj, made)
-            self.seen += _values_of(obj)
+            self.seen += values_of(obj)
+            self.imports.update(dict.fromkeys(imports_of(obj)))
         elif isinstance(obj, type):
-            self.seen += _globals_of(vars(obj), _attributes(obj))
-        elif isinstance(obj, types.ModuleType):
-            self.seen += _globals_of(vars(obj), [n for n in vars(obj) if not n.startswith("__")])
+            self.seen += attributes_of(obj)
         return made
 
 
-def _attributes(kind: type) -> Iterator[str]:
-    """The names of what a class defines: methods, and values that they may use."""
-    for name, value in vars(kind).items():
-        if isinstance(value, types.FunctionType) or not name.startswith("_"):
-            yield name
-
-
-def _values_of(function: types.FunctionType) -> Iterator[UsedValue]:
-    """A function's code, and the globals and variables of enclosing functions that it uses."""
-    yield UsedValue.of(lambda: function)
-    yield from _globals_of(function.__globals__, set(_names(function.__code__)))
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # not filled yet
-            yield UsedValue.of(lambda cell=cell: cell.cell_contents)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
-
-
-def _globals_of(names: Mapping[str, Any], used: Iterable[str]) -> Iterator[UsedValue]:
-    for name in sorted(used):
-        if name in names:
-            yield UsedValue.of(lambda name=name: names[name])
+def _cache_again(function: Callable, parameters: dict[str, Any]) -> Callable:
+    return functools.lru_cache(**parameters)(function)
 
 
 class _Globals:
@@ -373,27 +255,6 @@ def compile_sent(sent: SentProgram, mesh: Any, **options: Any) -> Any:
     return compile_program(sent.program(), mesh, **options)
 
 
-def own_modules() -> list[types.ModuleType]:
-    """The imported modules that are the user's own files, and not installed."""
-    found = {id(m): m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)}
-    return [m for m in found.values() if m.__name__ != "__main__" and _is_own(m)]
-
-
-def _is_own(module: types.ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    return isinstance(file, str) and not _is_installed(file)
-
-
-@functools.cache
-def _is_installed(file: str) -> bool:
-    """Whether a file is one of Python's, of a package that was installed, or of this library."""
-    path = Path(file).resolve()
-    if _INSTALLED & {*path.parts, *Path(file).parts}:
-        return True
-    folders = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
-    return any(path.is_relative_to(folder) for folder in [*folders, Path(__file__).parents[2]])
-
-
 def _refer_to_nothing(obj: Any) -> None:
     return None
 
@@ -417,17 +278,53 @@ def dump(value: Any, refer: Callable[[Any], Any] = _refer_to_nothing) -> tuple[b
     return file.getvalue(), shipper
 
 
+def dump_function(recipe: tuple, refer: Callable[[Any], Any]) -> tuple[bytes, Shipper]:
+    """The bytes of what makes a function, and the user's modules that it imports when it runs.
+
+    Args:
+        recipe: what is called, its arguments, and those with names.
+        refer: see `Shipper`.
+    """
+    modules: list[types.ModuleType] = []
+    while True:
+        blob, shipper = dump((*recipe, modules), refer)
+        found = [sys.modules[name] for name in shipper.imports if name in sys.modules]
+        if len(found) == len(modules):
+            shipper.seen += [UsedValue.of(lambda n=n: sys.modules[n]) for n in shipper.imports]
+            return blob, shipper
+        modules = found
+
+
+def load_function(
+    data: bytes, find: Callable[[Any], Any], device: torch.device
+) -> tuple[tuple, list[torch.Tensor]]:
+    """The recipe that `dump_function` wrote, and the tensors that came with it.
+
+    Its modules are put where Python imports them.
+    """
+    receiver = Receiver(data, find, device)
+    *recipe, modules = receiver.load()
+    sys.modules.update((module.__name__, module) for module in modules)
+    return tuple(recipe), receiver.tensors
+
+
 class Receiver(pickle.Unpickler):
-    """Reads what `dump` wrote; `find` returns the object of a name; tensors go to a device."""
+    """Reads what `dump` wrote; `find` returns the object of a name; tensors go to a device.
+
+    Attributes:
+        tensors: those that it has read.
+    """
 
     def __init__(self, data: bytes, find: Callable[[Any], Any], device: torch.device | str):
         super().__init__(io.BytesIO(data))
         self._find, self._device = find, device
+        self.tensors: list[torch.Tensor] = []
 
     def persistent_load(self, pid: Any) -> Any:
         """The object of this name."""
         if isinstance(pid, tuple) and pid[0] == "tensor":
             found = pid[1].tensor().to(self._device)
+            self.tensors.append(found)
             return torch.nn.Parameter(found) if pid[2] else found
         if pid[0] == "meta":
             return torch.empty(pid[1], dtype=pid[2], device="meta")
@@ -458,6 +355,7 @@ def _find_unsendable(value: Any, refer: Callable[[Any], Any]) -> Iterator[str]:
     parts: list[tuple[str, Any]] = []
     if isinstance(value, types.FunctionType):
         parts = [(name, v) for name, v in sorted(_used(value).items())]
+        parts += [(f"module {name}", sys.modules[name]) for name in imports_of(value)]
     elif isinstance(value, functools.partial):
         parts = [("", value.func), ("", value.args), *value.keywords.items()]
     elif isinstance(value, (tuple, list)):
@@ -475,7 +373,7 @@ def _find_unsendable(value: Any, refer: Callable[[Any], Any]) -> Iterator[str]:
 
 def _used(function: types.FunctionType) -> dict[str, Any]:
     """The globals and variables that a function uses, by name."""
-    found = {n: function.__globals__.get(n) for n in _names(function.__code__)}
+    found = {n: function.__globals__.get(n) for n in names_of(function.__code__)}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
         with contextlib.suppress(ValueError):

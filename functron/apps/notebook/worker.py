@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from functron.apps.notebook.shipping import Packed, dump, load
+from functron.apps.notebook.shipping import Packed, dump, load, load_function
 from functron.core import compat, tree
 from functron.core.errors import is_library, refuse
 from functron.spmd import BoundMesh, Mesh, P, gather, shard
@@ -196,6 +196,8 @@ class Worker:
 
     Attributes:
         values: by number.
+        spans: of tensors among them, the memory: its number, its begin and its end.
+        closed: the tensors that each function was sent with, by its key, and their memory.
         functions: by key, as they came.
         made: these, for the groups there are.
         arguments: structures of arguments by number; as they came, until they are used.
@@ -209,6 +211,10 @@ class Worker:
     generation: int = 0
     bound: Any = None
     values: dict[int, Any] = field(default_factory=dict)
+    spans: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    closed: dict[bytes, list[tuple[torch.Tensor, tuple[int, int, int]]]] = field(
+        default_factory=dict
+    )
     functions: dict[bytes, bytes] = field(default_factory=dict)
     made: dict[bytes, Any] = field(default_factory=dict)
     arguments: dict[int, Any] = field(default_factory=dict)
@@ -226,7 +232,8 @@ class Worker:
         self.values = {n: value for n, value in self.values.items() if n < next_number}
         place, self.generation = self.place, generation
         self.num_layouts = self.num_layouts or generation << 32  # as others had, died and came back
-        self.made, self.layouts = {}, {}  # of answers that were given up
+        self.made, self.closed, self.spans = {}, {}, {}
+        self.layouts = {}  # of answers that were given up
         if self.bound is not None and not self.bound.membership.closed:
             self.bound.leave("the groups are made anew")
         if dist.is_initialized():
@@ -262,7 +269,9 @@ class Worker:
     def function(self, key: bytes) -> Any:
         """The function of this key, made for the groups that there are now."""
         if key not in self.made:
-            make, args, kwargs = load(self.functions[key], self.find, self.device)
+            sent = self.functions[key]
+            (make, args, kwargs), tensors = load_function(sent, self.find, self.device)
+            self.closed[key] = [(x, _span(x)) for x in tensors]
             self.made[key] = make(*_without_absent(args), **kwargs)
         return self.made[key]
 
@@ -294,8 +303,10 @@ class Worker:
         if any(type(leaf) is Absent for leaf in leaves):
             args = _without_absent(args)
         del leaves
+        before = [(x, x._version) for tensors in self.closed.values() for x, _ in tensors]
         out = function(*args)
         del args
+        _warn_of_writes(before)
         for number in self.consuming:
             self.values.pop(number, None)
         kept = self.keep(out, call.first)
@@ -328,10 +339,40 @@ class Worker:
             return torch.device("cuda", self.place.local_rank)
         return torch.device("cpu")
 
+    def _own(self, leaves: list, first: int) -> list:
+        """Results with copies of those that share memory with others, or with what is kept.
+
+        A later update in place of one, where it is donated, would change the other in silence.
+        """
+        values, spans = self.values, self.spans
+        for number in spans.keys() - values.keys():
+            del spans[number]
+        for number in values.keys() - spans.keys():
+            spans[number] = _span(values[number])
+        held: dict[int, list[tuple[int, int]]] = {}
+        for memory, begin, end in spans.values():
+            held.setdefault(memory, []).append((begin, end))
+        for tensors in self.closed.values():
+            for _, (memory, begin, end) in tensors:
+                held.setdefault(memory, []).append((begin, end))
+        out, number = [], first
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                memory, begin, end = _span(leaf)
+                if any(begin < other and start < end for start, other in held.get(memory, ())):
+                    leaf = leaf.clone()
+                    memory, begin, end = _span(leaf)
+                held.setdefault(memory, []).append((begin, end))
+                spans[number] = memory, begin, end
+                number += 1
+            out.append(leaf)
+        return out
+
     def keep(self, out: Any, first: int) -> KeptResults:
         """Keep the tensors of `out`: see `call`."""
         leaves, structure = tree.flatten(out)
         refuse_donated(leaves, lambda: ["of the result"] * len(leaves), "the call")
+        leaves = self._own(leaves, first)
         plain = all(isinstance(leaf, torch.Tensor) for leaf in leaves)
         if plain:
             kinds = tuple([(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves])
@@ -357,6 +398,33 @@ class Worker:
             refuse("the notebook cannot have the results", "result", error, wanted, error=TypeError)
         numbers = {index: held[index].item() for index in scalars}
         return KeptResults(number, (structured, tuple(metas)), numbers)
+
+
+def _warn_of_writes(before: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Warn of tensors that a function closes over, and has written to; once for each."""
+    found = [tuple(x.shape) for x, version in before if x._version != version]
+    if found:
+        warnings.warn(
+            f"a function modified a tensor of shape {found[0]} in place that it closes over: each "
+            "rank has changed a copy of its own, and the notebook's is as it was; fix: pass it as "
+            "an argument, and return the new value",
+            stacklevel=1,
+        )
+
+
+def _span(value: Any) -> tuple[int, int, int]:
+    """The memory of a tensor: the number of its storage, and the bytes that it begins and ends at.
+
+    Empty for what is no tensor, and for one without numbers of its own.
+    """
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return 0, 0, 0
+    if type(value) is Donated or not value.numel():
+        return 0, 0, 0
+    rows = zip(value.shape, value.stride(), strict=True)
+    count = 1 + sum([(size - 1) * stride for size, stride in rows])
+    begin = value.data_ptr()
+    return value.untyped_storage()._cdata, begin, begin + count * value.itemsize
 
 
 def is_slot(leaf: Any) -> bool:
@@ -404,6 +472,7 @@ def _requests(worker: Worker) -> dict[str, Callable[..., Any]]:
         for key in keys:
             worker.functions.pop(key, None)
             worker.made.pop(key, None)
+            worker.closed.pop(key, None)
 
     return {
         "call": worker.call,
@@ -413,6 +482,7 @@ def _requests(worker: Worker) -> dict[str, Callable[..., Any]]:
         "put": put,
         "fetch": fetch,
         "memory": memory,
+        "default_dtype": torch.set_default_dtype,
         "join": worker.join,
     }
 
@@ -553,6 +623,8 @@ def _release(worker: Worker) -> None:
     if isinstance(bound, BoundMesh) and not bound.membership.closed:
         with contextlib.suppress(Exception):
             bound.leave("the program was interrupted")
+            if worker.place.device == "cpu":  # where the user's own collectives wait
+                dist.destroy_process_group()
 
 
 def _where(worker: Worker, main: int) -> dict[str, Any]:

@@ -4,11 +4,13 @@ of torchrun's; what is refused; and what is left when ranks are interrupted, fai
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import functools
 import gc
 import importlib
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -18,8 +20,10 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -334,6 +338,60 @@ def test_what_was_donated_is_gone(ranks):
         state.step.gather()
 
 
+def test_no_value_is_a_view_of_another(ranks):
+    """What is donated overwrites itself alone: results get memory of their own."""
+    x, closed, spec = torch.arange(8.0), torch.zeros(8), P("dp")
+    same = ft.shard_map(lambda x: x * 1, ranks, spec, spec)
+    write = ft.shard_map(lambda x: x.add_(100), ranks, spec, spec, donate=0)
+    views = (lambda x: x[:2], lambda x: x.view(2, 2), lambda x: x.detach(), lambda x: x)
+    for view in views:
+        given = same(x)
+        made = ft.shard_map(view, ranks, spec, spec)(given)
+        before = made.tolist()
+        write(given)
+        assert made.tolist() == before
+
+    def several(x):
+        y = x * 1
+        return y, y, y[:2], y[2:]
+
+    first, *rest = ft.shard_map(several, ranks, spec, spec)(x)
+    before = [each.tolist() for each in rest]
+    write(first)
+    assert [each.tolist() for each in rest] == before
+    part = ft.shard_map(lambda x: closed[: len(x)], ranks, spec, spec)
+    write(part(x))
+    assert part(x).tolist() == [0.0] * 8
+    kept = ranks.memory()[0]["held_bytes"]
+    given = same(x)
+    given = write(given)  # the very memory that was given up: no copy
+    assert ranks.memory()[0]["held_bytes"] == kept + 16
+
+
+def test_copies_of_handles(ranks):
+    handle: Any = ft.shard(torch.arange(4.0), P("dp"), ranks)
+    shallow = copy.copy({"x": handle})
+    again, deep = copy.copy(handle), copy.deepcopy({"x": handle})
+    del again
+    ranks.run(lambda: None)
+    ft.shard_map(lambda x: x.add_(1), ranks, P("dp"), P("dp"), donate=0)(handle)
+    assert deep["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(ValueError, match="was donated"):
+        shallow["x"].gather()
+    with pytest.raises(TypeError, match=r"cannot be pickled.*ft\.gather"):
+        pickle.dumps(deep)
+    number: Any = ft.shard(torch.tensor(1.26), P(), ranks)
+    assert (round(number), round(number, 1)) == (1, 1.3)
+    with pytest.raises(TypeError, match=r"no bfloat16; fix: handle\.gather"):
+        ft.shard(torch.ones(2, dtype=torch.bfloat16), P(), ranks).numpy()
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    f = ft.shard_map(lambda x: (x.conj(), x.conj().imag), ranks, P(), P(), replicated_over="dp")
+    for whole, want in zip(f(x.conj()), (x, x.imag), strict=True):
+        assert torch.equal(whole.gather(), want)
+    with pytest.raises(ValueError, match=r"one of layout sparse_coo; wanted a dense one"):
+        ft.shard(torch.eye(2).to_sparse(), P(), ranks)
+
+
 def test_values_nobody_refers_to_are_freed(ranks):
     x, whole = ft.shard(torch.ones(1 << 18), P("dp"), ranks), ft.shard(torch.ones(2), P(), ranks)
     held = [each["held_bytes"] for each in ranks.memory()]
@@ -417,6 +475,141 @@ def test_what_changes_in_place_is_the_newest(ranks):
     assert f(x).tolist() + g(x).tolist() == [5.0, 5.0, 6.0, 6.0]
 
 
+def test_what_is_traced_is_traced_again(ranks):
+    """The specs of results that tracing finds; specs that are changed later change nothing."""
+    specs, x = {"w": P()}, torch.arange(8.0)
+    f = ft.partition(lambda x: ft.constrain(x * 2, specs["w"]), ranks, (P("dp"),))
+    compiled = ft.jit(f)
+    for spec in (P(), P("dp"), P()):
+        specs["w"] = spec
+        for out in (f(x), compiled(x)):
+            assert (out.spec, out.tolist()) == (spec, (2 * x).tolist())
+    f = ft.partition(
+        lambda x, by: ft.constrain(x * by, P() if by > 2 else P("dp")), ranks, (P("dp"), None)
+    )
+    assert [f(x, by).tolist() for by in (2, 3)] == [(2 * x).tolist(), (3 * x).tolist()]
+    for mesh in (ranks, MESH):
+        given, made = {"x": P("dp")}, {"x": P("dp")}
+        f = ft.shard_map(lambda t: {"x": t["x"] + len(t["x"])}, mesh, (given,), made)
+        given["x"] = made["x"] = P()
+        assert ft.gather(f({"x": x}), None, mesh)["x"].tolist() == (x + 4).tolist()
+
+
+class Scale:
+    _add = 0.0
+
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return self.by * x + self._add
+
+    def at(self, step):
+        return torch.full((2,), self.by + step)
+
+
+def later(x):
+    return max(2.0, 1.0) * x
+
+
+def find_changes():
+    """Names, functions of ones, twice what they are given, and what makes them thrice that."""
+    table, numbers, small = {"by": 2.0}, np.full(20000, 2.0), np.full(1, 2.0, np.float32)
+    many, tensor, shared = [2.0] * 9000, torch.full((), 2.0), torch.from_numpy(small)
+    proxy, scale, bound = MappingProxyType(table), Scale(2.0), Scale(2.0)
+    with torch.inference_mode():
+        inferred = torch.full((), 2.0)
+
+    def write_inferred():
+        with torch.inference_mode():
+            inferred.fill_(3.0)
+
+    def default(x, given={"by": 2.0}, *, also={"by": 1.0}):  # noqa: B006
+        return given["by"] * also["by"] * x
+
+    def keyword(x, *, by=2.0):
+        return by * x
+
+    def attribute(x):
+        return attribute.by * x
+
+    attribute.by = 2.0
+    parts: Any = default, keyword
+    given: Any = functools.partial(lambda table, x: table["by"] * x, {"by": 2.0})
+    yield "partial", given, lambda: given.args[0].update(by=3.0)
+    yield "object", scale, lambda: setattr(scale, "by", 3.0)
+    yield "method", bound.__call__, lambda: setattr(bound, "by", 3.0)
+    yield "default", default, lambda: parts[0].__defaults__[0].update(by=3.0)
+    yield "keyword", keyword, lambda: parts[1].__kwdefaults__.update(by=3.0)
+    yield "attribute", attribute, lambda: setattr(attribute, "by", 3.0)
+    yield "data", lambda x: tensor * x, lambda: tensor.data.fill_(3.0)
+    yield "from_numpy", lambda x: shared * x, lambda: small.fill(3.0)
+    yield "inferred", lambda x: inferred * x, write_inferred
+    yield "numpy", lambda x: float(numbers[-1]) * x, lambda: numbers.fill(3.0)
+    yield "list", lambda x: many[-1] * x, lambda: many.__setitem__(-1, 3.0)
+    yield "proxy", lambda x: proxy["by"] * x, lambda: table.update(by=3.0)
+    yield "private", lambda x: Scale(2.0)(x), lambda: setattr(Scale, "_add", 1.0)
+    yield "added", lambda x: getattr(Scale, "new", 2.0) * x, lambda: setattr(Scale, "new", 3.0)
+    yield "builtin", later, lambda: globals().update(max=lambda *given: 3.0)
+
+
+def test_no_change_in_place_is_missed(ranks):
+    x, found = torch.ones(2), {}
+    try:
+        for name, f, change in find_changes():
+            f = ft.shard_map(f, ranks, P("dp"), P("dp"))
+            before = f(x).tolist()
+            change()
+            found[name] = before + f(x).tolist()
+    finally:
+        globals().pop("max", None)
+        Scale._add = 0.0
+        delattr(Scale, "new")
+    assert found == {name: [2.0, 2.0, 3.0, 3.0] for name in found}
+    scale, table = Scale(2.0), {"by": 2.0}
+    batches = ranks.batches(scale.at)
+    specs = {"in_specs": (P("dp"),), "out_specs": P("dp")}
+    built = ranks.build(lambda table: lambda x: table["by"] * x, table, **specs)
+    f = ft.shard_map(lambda x: x, ranks, P("dp"), P("dp"))
+    assert f(batches(0)).tolist() + built(x).tolist() == [2.0] * 4
+    scale.by = table["by"] = 3.0
+    assert f(batches(0)).tolist() + built(x).tolist() == [3.0] * 4
+
+
+def test_the_default_dtype_is_the_newest(ranks):
+    f = ft.shard_map(lambda x: x * torch.tensor(1.0).element_size(), ranks, P("dp"), P("dp"))
+    assert f(torch.ones(2)).tolist() == [4.0, 4.0]
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert f(torch.ones(2)).tolist() == [8.0, 8.0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert f(torch.ones(2)).tolist() == [4.0, 4.0]
+
+
+def test_modules_that_functions_import_are_the_newest(ranks, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack/__init__.py").write_text("")
+    for name in ("lazy", "pack/inner"):
+        (tmp_path / f"{name}.py").write_text("def scale(x):\n    return 2 * x\n")
+
+    text = "def f(x):\n    import lazy\n    import pack.inner\n\n"
+    text += "    return lazy.scale(pack.inner.scale(x))\n"
+    (tmp_path / "using.py").write_text(text)
+    f = importlib.import_module("using").f
+    assert f(torch.ones(2)).tolist() == [4.0, 4.0]  # which imports them here
+    mapped, x = ft.shard_map(f, ranks, P("dp"), P("dp")), torch.ones(2)
+    assert mapped(x).tolist() == f(x).tolist() == [4.0, 4.0]
+    for name, want in (("lazy", 20.0), ("pack.inner", 100.0)):
+        path = tmp_path / f"{name.replace('.', '/')}.py"
+        path.write_text("def scale(x):\n    return 5 * 2 * x\n")
+        importlib.reload(sys.modules[name])
+        assert mapped(x).tolist() == f(x).tolist() == [want, want]
+    for name in ("using", "lazy", "pack", "pack.inner"):
+        sys.modules.pop(name)
+
+
 def test_functions_that_are_no_more_are_forgotten(ranks):
     def count():
         ranks.run(lambda: None)
@@ -447,6 +640,14 @@ def test_what_cannot_be_sent_is_named(ranks):
     ft.shard_map(lambda x: x.mul_(2), ranks, P("dp"), P("dp"), donate=0)(handle)
     with pytest.raises(ValueError, match="a value that was donated to <lambda>"):
         f(torch.ones(2))
+
+
+def test_a_function_with_a_cache_is_sent(ranks):
+    @functools.lru_cache(maxsize=3)
+    def double(x):
+        return 2 * x
+
+    assert ranks.run(lambda: (double(2), double.cache_parameters()["maxsize"])) == (4, 3)
 
 
 def test_threads_take_turns(ranks):
@@ -510,6 +711,44 @@ def test_ranks_that_return_different_values_say_so(ranks):
         ranks.run(lambda mesh: {"x": torch.full((3,), mesh.rank)}, ranks)
     parts = ranks.run(lambda mesh: torch.full((1,), mesh.rank), ranks, specs=P("dp"))
     assert parts.tolist() == [0, 1]
+
+
+def test_other_values_that_differ_say_so(ranks):
+    """Numbers, text, arrays and shapes that ranks should have in common, and parts of no tensor."""
+    for make, got in (
+        (lambda mesh: {"n": mesh.rank}, "result n: got 1 on rank 1, 0 on rank 0"),
+        (lambda mesh: [f"r{mesh.rank}"], "result 0: got 'r1' on rank 1, 'r0' on rank 0"),
+        (lambda mesh: np.full(2, mesh.rank), "got array"),
+        (lambda mesh: {"a": 1} if mesh.rank else {"b": 1}, "result b: got 'nothing' on rank 1"),
+        (lambda mesh: torch.ones(1 + mesh.rank), r"got float32\[2\] on rank 1, float32\[1\]"),
+    ):
+        with pytest.raises(ValueError, match=f"different values[^?]*{got}"):
+            ranks.run(make, ranks)
+    assert ranks.run(lambda: {"a": {"x", "y"}, "b": float("nan"), "c": np.ones(2)})["a"] == {*"xy"}
+    with pytest.raises(ValueError, match=r"result: got 3 with the spec P\('dp'\); wanted a tensor"):
+        ranks.run(lambda: 3, specs=P("dp"))
+
+
+def test_a_rank_that_waits_in_a_collective_of_torch_is_let_go(ranks):
+    def fail(mesh):
+        if mesh.rank:
+            raise ValueError("alone")
+        torch.distributed.all_reduce(torch.ones(1))
+
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="alone"):
+        ranks.run(fail, ranks)
+    assert time.monotonic() - began < 60  # of the 300 s that a collective may take
+    assert ranks.run(lambda: 3) == 3
+
+
+def test_writes_to_what_a_function_closes_over_are_told(ranks):
+    total = torch.zeros(())
+    f = ft.shard_map(lambda x: x + total.add_(1), ranks, P("dp"), P("dp"))
+    with pytest.warns(
+        UserWarning, match=r"modified a tensor of shape \(\) in place that it closes"
+    ):
+        f(torch.ones(2))
 
 
 def test_results_may_hold_other_values(ranks):
