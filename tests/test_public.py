@@ -17,7 +17,7 @@ LINES = {
     "spmd": 9_500,
     "program": 12_700,
     "compiler": 21_400,
-    "transforms": 19_200,
+    "transforms": 19_300,
     "ops": 12_300,
     "pipeline": 31_300,
     "data": 12_000,
