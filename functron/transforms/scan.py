@@ -517,7 +517,7 @@ def _run_steps(
 ) -> tuple[tree.Tree, tree.Tree]:
     """A scan written out; captured values of each step are named by its number."""
     if not names:
-        return init, _stack_nothing(f, init, xs)
+        return copy_views(init, init), _stack_nothing(f, init, xs)
     leaves, structure = tree.flatten(xs)
     slices = [leaf.unbind(0) for leaf in leaves]
     title = f"scan: {getattr(f, '__name__', 'f')}"
@@ -532,8 +532,7 @@ def _run_steps(
         carry = after
         ys.append(y)
     check_given()
-    if active() is None:
-        carry = copy_views(carry, init, xs)
+    carry = copy_views(carry, init, xs, f)
     rows = ys[::-1] if reverse else ys
     return carry, tree.map(lambda *rows: torch.stack(rows), *rows)
 
