@@ -20,7 +20,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from functron.core import compat
-from functron.core.closure import note_writes
+from functron.core.closure import copy_views, note_writes
 from functron.core.errors import Problem, public, raise_problems
 from functron.ops.launch import cuda
 from functron.ops.nvrtc import SourceText, read
@@ -368,17 +368,19 @@ def _bind(name: str, found: _Signature, args: tuple, kwargs: dict[str, Any]) -> 
 
 def _run_reference(name: str, reference: Callable, count: int, *args: Any) -> Any:
     """Results as an operation returns them: contiguous, and no views of operands."""
+    out = _call_reference(name, reference, *args)
+    made = out if isinstance(out, (tuple, list)) else (out,)
+    _check_count(name, "reference", made, count)
+    own = [x.contiguous() for x in made]
+    return own[0] if count == 1 else tuple(own)
+
+
+def _call_reference(name: str, reference: Callable, *args: Any) -> Any:
+    """What the reference returns, with memory of its own; refused where it writes to operands."""
     check_writes = note_writes(f"{name}: the reference", [x for x in args if x is not None])
     out = reference(*args)
     check_writes()
-    made = out if isinstance(out, (tuple, list)) else (out,)
-    _check_count(name, "reference", made, count)
-    given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
-    own = []
-    for x in made:
-        x = x.contiguous()
-        own.append(x.clone() if x.untyped_storage()._cdata in given else x)
-    return own[0] if count == 1 else tuple(own)
+    return copy_views(out, args)
 
 
 def _check_count(name: str, what: str, made: Sequence, count: int) -> None:
@@ -531,10 +533,11 @@ def _derive_batch(
         return map_rows(whole=[i for i, is_rows in own if not is_rows])
     if not derived:
         return map_one_by_one
+    run = functools.partial(_call_reference, name, reference)
 
     def batch(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple[Any, Any]:
         try:
-            out = torch.func.vmap(reference, in_dims)(*args)
+            out = torch.func.vmap(run, in_dims)(*args)
         except (RuntimeError, KeyError) as error:
             if (means := explain_error(error)) is None:
                 raise

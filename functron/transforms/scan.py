@@ -78,7 +78,9 @@ def trace_scan(
         consts, rest = values[: len(hidden)], values[len(hidden) :]
         before = tree.unflatten(carry_structure, rest[: len(carry)])
         x = tree.unflatten(x_structure, rest[len(carry) :])
+        check_writes = note_writes(f"scan: {name}", values, f)
         after, y = close(consts)(before, x)
+        check_writes()
         ys, result["structure"] = tree.flatten(y)
         _check_carry(before, after)
         _check_tensors([f"y/{path}" for path in tree.paths(y)], ys)

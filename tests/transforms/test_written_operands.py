@@ -8,6 +8,7 @@ from functron import Mesh, P, lax
 from tests.transforms.lives import LIVES
 
 WRITES = ft.ops.register("test_writes_its_operand", lambda x: x.add_(1))
+ITSELF = ft.ops.register("test_returns_its_operand", lambda x: x)
 YES = torch.tensor(True)
 
 
@@ -40,6 +41,8 @@ WRITERS = {
     "map of batches": lambda x: lax.map(lambda row: row.add_(1), x, batch_size=2),
     "associative_scan": lambda x: lax.associative_scan(lambda a, b: a.add_(b), x),
     "register": WRITES,
+    "register, rows": torch.func.vmap(WRITES),
+    "register, ranks": ft.shard_map(WRITES, Mesh(dp=3), P("dp"), P("dp")),
     "vmap of scan": lambda x: torch.func.vmap(
         lambda x: ft.scan(lambda c, _: (c.add_(1), None), x, length=2)[0]
     )(x),
@@ -54,6 +57,16 @@ WRITERS = {
 def test_writes_in_place_are_refused(writer):
     with pytest.raises(ValueError, match="in place, which it was given or closes over"):
         WRITERS[writer](torch.arange(1.0, 4.0))
+
+
+RECORDED = ["scan, carry", "scan, own carry", "scan, row", "scan, closure", "fori", "map", "while"]
+
+
+@pytest.mark.parametrize("life", list(LIVES)[1:])
+@pytest.mark.parametrize("writer", RECORDED)
+def test_they_are_refused_in_programs_too(writer, life):
+    with pytest.raises(ValueError, match="in place, which it was given or closes over"):
+        LIVES[life](lambda x: WRITERS[writer](2 * x))(torch.arange(1.0, 4.0))
 
 
 SHOWN = {
@@ -82,6 +95,7 @@ SHOWN = {
     "barrier": lax.optimization_barrier,
     "one case": lambda x: lax.select_n(torch.tensor(0), x),
     "one maximum": lambda x: lax.cummax(x[None])[0],
+    "register": lambda x: torch.func.vmap(ITSELF)(x),
     "one element": lambda x: lax.associative_scan(torch.add, x[None])[0],
 }
 
