@@ -376,7 +376,7 @@ def _run_reference(name: str, reference: Callable, count: int, *args: Any) -> An
 
 
 def _call_reference(name: str, reference: Callable, *args: Any) -> Any:
-    """What the reference returns, with memory of its own; refused where it writes to operands."""
+    """The reference's results, with memory of their own; refused where it writes to operands."""
     check_writes = note_writes(f"{name}: the reference", [x for x in args if x is not None])
     out = reference(*args)
     check_writes()
@@ -483,7 +483,9 @@ def _read_backward(name: str, names: Sequence[str], backward: Gradient | Callabl
 
     def checked(saved: Sequence, cotangents: tuple) -> Sequence:
         kinds, *values = saved
+        check_writes = note_writes(f"{name}: backward", cotangents, values)
         grads = rule.backward(values, cotangents)
+        check_writes()
         if not isinstance(grads, (tuple, list)):
             raise TypeError(
                 f"{name}: backward returned {type(grads).__name__}; wanted a tuple with one "

@@ -9,6 +9,9 @@ from tests.transforms.lives import LIVES
 
 WRITES = ft.ops.register("test_writes_its_operand", lambda x: x.add_(1))
 ITSELF = ft.ops.register("test_returns_its_operand", lambda x: x)
+RULES = ft.ops.register(
+    "test_backward_writes", lambda x: x * 1, backward=lambda args, out, cts: (cts[0].mul_(2),)
+)
 YES = torch.tensor(True)
 
 
@@ -16,6 +19,14 @@ def plus_closed(x):
     held = {"deep": [x]}
     inner = lambda: held["deep"][0].mul_(2)
     return lambda c, _: (c + inner().sum(), None)
+
+
+KEEPS = lambda x: x * 1, lambda x: (x * 1, None), lambda _, cotangent: (cotangent,)
+
+
+def of_rules(forward, backward):
+    f = ft.custom_vjp(KEEPS[0], forward, backward)
+    return ft.grad(lambda x: (f(x) ** 2).sum())
 
 
 WRITERS = {
@@ -40,6 +51,22 @@ WRITERS = {
     "map": lambda x: lax.map(lambda row: row.add_(1), x),
     "map of batches": lambda x: lax.map(lambda row: row.add_(1), x, batch_size=2),
     "associative_scan": lambda x: lax.associative_scan(lambda a, b: a.add_(b), x),
+    "remat": lambda x: ft.remat(lambda x: x.add_(1))(x),
+    "jvp": lambda x: ft.jvp(lambda x: x.add_(1) * 1, (x,), (x + 1,)),
+    "custom_vjp": lambda x: ft.custom_vjp(lambda x: x.add_(1), *KEEPS[1:])(x),
+    "custom_vjp, forward": lambda x: of_rules(lambda x: (x.add_(1) * 1, None), KEEPS[2])(x),
+    "custom_vjp, backward": lambda x: of_rules(KEEPS[1], lambda _, ct: (ct.add_(1),))(x),
+    "custom_vjp, jvp": lambda x: ft.jvp(
+        ft.custom_vjp(*KEEPS, lambda args, ts: (args[0] * 1, ts[0].add_(1))), (x,), (x + 1,)
+    ),
+    "custom_jvp": lambda x: ft.custom_jvp(lambda x: x.add_(1), lambda args, ts: (args, ts))(x),
+    "custom_root, f": lambda x: lax.custom_root(
+        lambda x: x.sub_(1), x, lambda f, x: x - f(x), lambda g, y: y
+    ),
+    "custom_linear_solve, matvec": lambda x: lax.custom_linear_solve(
+        lambda x: x.mul_(2), x, lambda matvec, b: matvec(b) / 4
+    ),
+    "register, backward": ft.grad(lambda x: (RULES(x) ** 2).sum()),
     "register": WRITES,
     "register, rows": torch.func.vmap(WRITES),
     "register, ranks": ft.shard_map(WRITES, Mesh(dp=3), P("dp"), P("dp")),
