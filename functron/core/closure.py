@@ -335,14 +335,7 @@ def note_writes(title: str, *values: Any) -> Callable[[], None]:
         title: of the error, with the function that must not write to them.
         values: trees of what it is given, and functions whose closures it sees.
     """
-    found: dict[int, torch.Tensor] = {}
-    for value in values:
-        for leaf in tree.leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                found[id(leaf)] = leaf
-            elif callable(leaf):
-                _collect(leaf, found, set(), lambda x: isinstance(x, torch.Tensor))
-    plain = [compat.plain(x) for x in found.values()]
+    plain = [compat.plain(x) for x in _find_all(values)]
     before = [(x, x._version) for x in plain if not x.is_inference()]
 
     def check() -> None:
@@ -359,19 +352,37 @@ def note_writes(title: str, *values: Any) -> Callable[[], None]:
 
 
 def copy_views(out: tree.Tree, *given: Any) -> tree.Tree:
-    """`out` with copies of tensors that are views of some in `given`.
+    """`out` with tensors of its own: copies where they share memory, with `given` or another.
 
     A later update in place of one, such as of a donated argument, would change the other in
-    silence. A tensor of `given` itself stays: who consumes it consumes both.
+    silence. So results are values, as those of the equations of a program.
+
+    Args:
+        out: a tree.
+        given: trees, and functions whose closures it sees.
     """
-    known = [x for x in tree.leaves(given) if isinstance(x, torch.Tensor)]
-    memory, same = {_memory(x) for x in known}, set(map(id, known))
+    memory = set(map(_memory, _find_all(given)))
 
     def own(x: Any) -> Any:
-        shown = isinstance(x, torch.Tensor) and id(x) not in same and _memory(x) in memory
-        return x.clone() if shown else x
+        if not isinstance(x, torch.Tensor):
+            return x
+        if (place := _memory(x)) in memory:
+            return x.clone()
+        memory.add(place)
+        return x
 
     return tree.map(own, out)
+
+
+def _find_all(values: tree.Tree) -> list[torch.Tensor]:
+    """The tensors in a tree, and those that functions in it close over."""
+    found: dict[int, torch.Tensor] = {}
+    for leaf in tree.leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            found[id(leaf)] = leaf
+        elif callable(leaf):
+            _collect(leaf, found, set(), lambda x: isinstance(x, torch.Tensor))
+    return list(found.values())
 
 
 def _memory(x: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from functron.core import compat
-from functron.core.closure import note_writes
+from functron.core.closure import copy_views, note_writes
 from functron.core.errors import Problem, public, raise_problems
 from functron.ops.launch import cuda
 from functron.ops.nvrtc import SourceText, read
@@ -368,17 +368,19 @@ def _bind(name: str, found: _Signature, args: tuple, kwargs: dict[str, Any]) -> 
 
 def _run_reference(name: str, reference: Callable, count: int, *args: Any) -> Any:
     """Results as an operation returns them: contiguous, and no views of operands."""
+    out = _call_reference(name, reference, *args)
+    made = out if isinstance(out, (tuple, list)) else (out,)
+    _check_count(name, "reference", made, count)
+    own = [x.contiguous() for x in made]
+    return own[0] if count == 1 else tuple(own)
+
+
+def _call_reference(name: str, reference: Callable, *args: Any) -> Any:
+    """The reference's results, with memory of their own; refused where it writes to operands."""
     check_writes = note_writes(f"{name}: the reference", [x for x in args if x is not None])
     out = reference(*args)
     check_writes()
-    made = out if isinstance(out, (tuple, list)) else (out,)
-    _check_count(name, "reference", made, count)
-    given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
-    own = []
-    for x in made:
-        x = x.contiguous()
-        own.append(x.clone() if x.untyped_storage()._cdata in given else x)
-    return own[0] if count == 1 else tuple(own)
+    return copy_views(out, args)
 
 
 def _check_count(name: str, what: str, made: Sequence, count: int) -> None:
@@ -481,7 +483,9 @@ def _read_backward(name: str, names: Sequence[str], backward: Gradient | Callabl
 
     def checked(saved: Sequence, cotangents: tuple) -> Sequence:
         kinds, *values = saved
+        check_writes = note_writes(f"{name}: backward", cotangents, values)
         grads = rule.backward(values, cotangents)
+        check_writes()
         if not isinstance(grads, (tuple, list)):
             raise TypeError(
                 f"{name}: backward returned {type(grads).__name__}; wanted a tuple with one "
@@ -531,10 +535,11 @@ def _derive_batch(
         return map_rows(whole=[i for i, is_rows in own if not is_rows])
     if not derived:
         return map_one_by_one
+    run = functools.partial(_call_reference, name, reference)
 
     def batch(size: int, in_dims: tuple, args: tuple, op: Callable) -> tuple[Any, Any]:
         try:
-            out = torch.func.vmap(reference, in_dims)(*args)
+            out = torch.func.vmap(run, in_dims)(*args)
         except (RuntimeError, KeyError) as error:
             if (means := explain_error(error)) is None:
                 raise

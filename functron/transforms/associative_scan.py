@@ -18,7 +18,6 @@ import torch
 from functron.core import compat, tree
 from functron.core.closure import copy_views, note_writes
 from functron.core.errors import Problem, public, raise_problems, refuse, tensor_problem
-from functron.program.recorder import active
 from functron.spmd.axes import Axis, lookup, user_line
 from functron.spmd.collectives import pbroadcast, ppermute
 
@@ -97,7 +96,7 @@ def associative_scan(
     if dim is not None and reverse:
         scanned = [x.flip(dim) for x in scanned]
     out = tree.unflatten(structure, scanned)
-    return copy_views(out, elems) if active() is None else out
+    return copy_views(out, elems, fn)
 
 
 def _scan_dim(combine: Combine, elems: Leaves, dim: int) -> Leaves:

@@ -289,7 +289,7 @@ def _map_rows(f: Callable, xs: tree.Tree) -> tree.Tree:
     check_writes = note_writes("map: f", leaves, f)
     out = run(*leaves)
     check_writes()
-    return tree.unflatten(made, out)
+    return tree.unflatten(made, copy_views(out, leaves, f))
 
 
 @public
@@ -335,7 +335,7 @@ def select_n(which: torch.Tensor, *cases: torch.Tensor) -> torch.Tensor:
 
 def _select(masks: Sequence[torch.Tensor], cases: Sequence[torch.Tensor]) -> torch.Tensor:
     """The first case whose mask is true, the last where none is."""
-    out = cases[-1]
+    out = cases[-1] if cases[1:] else cases[0].clone()
     for mask, case in reversed([*zip(masks, cases[:-1], strict=False)]):
         out = torch.where(mask, case, out)
     return out
@@ -352,6 +352,7 @@ def _branch(
 
     def choose(number: int) -> tree.Tree:
         out = _run_branch(what, labels[number], branches[number], operands)
+        out = copy_views(out, operands, branches[number])
         return derive_alike(out, branches, operands)
 
     if not isinstance(index, torch.Tensor):
@@ -382,8 +383,7 @@ def _run_branch(what: str, label: str, f: Callable, operands: tuple) -> tree.Tre
     check_writes = note_writes(f"{what}: {label}", operands, f)
     out = f(*operands)
     check_writes()
-    out = _as_tensors(what, label, out, tree.leaves(operands))
-    return copy_views(out, operands) if active() is None else out
+    return _as_tensors(what, label, out, tree.leaves(operands))
 
 
 def _run_all(
@@ -472,7 +472,7 @@ def _loop(what: str, cond_fun: Callable, body_fun: Callable, init: tree.Tree) ->
         if compat.pushing_forward():
             last = derive_alike(last, functions, init)
     check_closed()
-    return _refuse_reverse(what, copy_views(last, init) if recorder is None else last)
+    return _refuse_reverse(what, copy_views(last, init, cond_fun, body_fun))
 
 
 def _run_loop(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from functron.core import compat, tree
-from functron.core.closure import refuse_holders
+from functron.core.closure import note_writes, refuse_holders
 from functron.core.errors import public, refuse
 from functron.core.scopes import in_phase, set_during
 from functron.program.recorder import keeper
@@ -148,7 +148,10 @@ def _bind_vjp(
 
         site, operands = CallSite.of(functions, args)
         if not will_be_differentiated(operands[site.num_tokens :]):
-            return f(*args)
+            check_writes = note_writes(f"{word}: the function", operands[site.num_tokens :])
+            out = f(*args)
+            check_writes()
+            return out
         if (seen := _seen.get()) is not None:
             seen.append(f)
         rule = _Rule(word, site, operands, (forward, backward), jvp is not None)
@@ -365,10 +368,16 @@ class _Rule:
         """The tensors that forward makes which are residuals."""
         return {at for pool, at in self._recipe if pool == "made"}
 
+    def _note_writes(self, rule: str, operands: _Tensors, *more: _Tensors) -> Callable[[], None]:
+        """A check that a rule has written to none of these; what it keeps for itself it may."""
+        return note_writes(f"{self.word}: {rule}", operands[self.site.num_tokens :], more)
+
     def forward(self, operands: _Tensors) -> tuple[torch.Tensor, ...]:
         """The outputs, then the other tensors that backward needs."""
+        check_writes = self._note_writes("forward", operands)
         with unwatched(), self.site.entered(operands) as (functions, args):
             out, residuals = functions()[0](*args)
+        check_writes()
         outputs, self.out_structure = tree.flatten(out)
         for leaf in outputs:
             if not isinstance(leaf, torch.Tensor):
@@ -391,8 +400,10 @@ class _Rule:
         kept = [pools[pool][at] if pool in pools else at for pool, at in self._recipe]
         residuals = tree.unflatten(self._kept_structure, kept)
         given = replace_at([None] * self.num_outputs, self.floats, cotangents)
+        check_writes = self._note_writes("backward", operands, cotangents)
         with unwatched(), self.site.entered(operands, check=False) as (functions, args):
             grads = functions()[1](residuals, tree.unflatten(self.out_structure, given))
+        check_writes()
         leaves = leaves_like(args, grads)
         first = self.site.first_argument
         flat = [leaves[self.site.arguments.positions[i - first]] for i in self.moving]
@@ -408,8 +419,10 @@ class _Rule:
             [None] * len(slots.positions), [i - first for i in self.moving], tangents
         )
         empty = slots._replace(leaves=[None] * len(slots.leaves))
+        check_writes = self._note_writes("jvp", operands, tangents)
         with unwatched(), self.site.entered(operands) as (functions, args):
             moved = _check_pushed(functions()[2](args, empty.fill(given)))
+        check_writes()
         return tuple(moved[i] for i in self.floats)
 
 

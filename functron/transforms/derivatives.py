@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron.core import tree
-from functron.core.closure import refuse_holders, refuse_orphans
+from functron.core.closure import note_writes, refuse_holders, refuse_orphans
 from functron.core.errors import Problem, public, raise_problems
 from functron.core.scopes import in_phase
 from functron.program.recorder import keeper, keeping
@@ -252,8 +252,10 @@ def jvp(f: Callable, primals: tuple, tangents: tuple, *, has_aux: bool = False) 
     refuse_holders("jvp cannot see into these", "primal", primals)
     flat = _Flat(f, _move_floats(primals, tangents), has_aux)
     refuse_orphans("jvp", flat.moving)
+    check_writes = note_writes("jvp: f", primals, tangents)
     with _written_out():
         floats, moved, others = _push(flat, flat.take(tuple(tangents), "jvp"))
+    check_writes()
     out, aux = flat.results(floats, others)
     return (out, flat.tangents(moved), aux) if has_aux else (out, flat.tangents(moved))
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functron.core import compat, tree
-from functron.core.closure import hoist, refuse_holders
+from functron.core.closure import hoist, note_writes, refuse_holders
 from functron.core.errors import Problem, public, raise_problems, refuse, tensor_problem
 from functron.program.recorder import active, keeper
 from functron.spmd.axes import SimulatedAxis, enter, scope, user_line
@@ -435,7 +435,9 @@ def _returning_like(title: str, name: str, f: Callable, like: tree.Tree) -> Call
 
     @functools.wraps(f)
     def checked(x: tree.Tree) -> tree.Tree:
+        check_writes = note_writes(f"{title}: {name}", x)
         out = f(x)
+        check_writes()
         _check_like(title, f"what {name} returned", out, like, "what it is given")
         return out
 

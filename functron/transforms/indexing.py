@@ -17,7 +17,6 @@ import torch
 from functron.core import compat
 from functron.core.closure import copy_views
 from functron.core.errors import public, raise_problems, refuse, tensor_problem
-from functron.program.recorder import active
 from functron.spmd.axes import user_line
 
 RowIndex = torch.Tensor | int
@@ -52,7 +51,7 @@ def dynamic_slice(
     out = operand
     for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         out = _read(out, dim, start, size)
-    return _copy_view(out, operand)
+    return copy_views(out, operand)
 
 
 @public
@@ -74,7 +73,7 @@ def dynamic_slice_in_dim(
     sizes[dim] = operator.index(slice_size)
     _check_sizes(name, operand, sizes, "slice_size")
     out = _read(operand, dim, _check_index(name, "start_index", start_index), sizes[dim])
-    return _copy_view(out, operand)
+    return copy_views(out, operand)
 
 
 @public
@@ -91,7 +90,7 @@ def dynamic_index_in_dim(
         TypeError: the index is no integer.
     """
     row = dynamic_slice_in_dim(operand, index, 1, axis)
-    return row if keepdims else _copy_view(row.squeeze(axis), operand)
+    return row if keepdims else row.squeeze(axis)
 
 
 @public
@@ -100,7 +99,7 @@ def dynamic_update_slice(
 ) -> torch.Tensor:
     """y = operand, with `update` in the place of the slice of its shape; see `dynamic_slice`.
 
-    A new tensor, unless `update` has all of its shape: `operand` stays. The cotangent of `operand`
+    A new tensor: `operand` stays. The cotangent of `operand`
     is 0 there, that of `update` is the slice.
 
     >>> lax.dynamic_update_slice(torch.zeros(2, 3), torch.ones(1, 2), (torch.tensor(1), 0))
@@ -173,10 +172,6 @@ def _rows(place: torch.Tensor, size: int) -> torch.Tensor:
     return place + torch.arange(size, device=place.device)
 
 
-def _copy_view(out: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-    return copy_views(out, operand) if active() is None else out
-
-
 def _read(x: torch.Tensor, dim: int, start: RowIndex, size: int) -> torch.Tensor:
     if size == x.shape[dim]:
         return x
@@ -194,7 +189,7 @@ def _write(
 ) -> torch.Tensor:
     starts = [(dim, start) for dim, start in starts if update.shape[dim] != x.shape[dim]]
     if not starts:
-        return update
+        return update.clone()
     (dim, start), *rest = starts
     size = update.shape[dim]
     place = _place(start, size, x.shape[dim], x.device)

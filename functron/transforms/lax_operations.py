@@ -279,8 +279,8 @@ def optimization_barrier(operand: tree.Tree) -> tree.Tree:
     """y = x, of a tree of tensors, none of which compilers compute before all of x are there.
 
     What is computed of y is not merged with what is computed of x, nor moved before it. So are
-    tangents and cotangents. In a program that is traced it is a copy of each tensor; where nothing
-    is compiled it does nothing.
+    tangents and cotangents. In a program that is traced, and where nothing is compiled, it is a
+    copy of each tensor.
 
     >>> lax.optimization_barrier({"a": torch.tensor(1.0), "b": torch.tensor(2)})
     {'a': tensor(1.), 'b': tensor(2)}
@@ -305,7 +305,7 @@ class _Barrier(Function):
 
     @staticmethod
     def forward(*values):
-        return tuple(x.view_as(x) for x in values) if active() is None else tie_all(values)
+        return tuple(x.clone() for x in values) if active() is None else tie_all(values)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

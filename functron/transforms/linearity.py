@@ -8,37 +8,42 @@ that are linear read no operand that moves, so that none has to be listed; formu
 one for its shape alone are.
 
 Steps (comparisons, signs, rounding) have the derivative zero, which does not tell: a result that is
-computed through one is none of a linear function either.
+computed through one is none of a linear function either. Nor does a tangent that is detached, as by
+`functron.lax.stop_gradient`: its value counts, and its derivative does not.
 
 Outside of programs that are traced a dispatch mode sees operations as they run, once for each
-signature of the call; in a program the equations are read, which do not tell whether something is
-added that is not of tangents. Of operations that are not torch's own
-nothing is known in a pullback, and they pass.
+signature of the call, and results at zeros tell of what is added. In a program the equations are
+read: what is added to what is computed of tangents must be, too, or be computed of zeros. Of
+operations that are not torch's own nothing is known in a pullback, and they pass.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functron.core import compat, tree
 from functron.core.closure import describe_call
-from functron.core.errors import made_public
+from functron.core.errors import is_library, made_public
 from functron.program.equations import Block, ControlFlow, Equation, Scan, Switch, Var, While
 from functron.program.recorder import Recorder, active
 from functron.program.text import COLLECTIVES
-from functron.spmd.axes import scope, source_line
+from functron.spmd import collectives
+from functron.spmd.axes import scope, source_line, user_line
 from functron.spmd.simulate import varying_axes
 
-_MOVES, _STEPS = 1, 2
-"""Bits of a value that is computed of tangents: at all; through a step, as of comparisons."""
+_MOVES, _STEPS, _ADDS = 1, 2, 4
+"""Bits of a value that is computed of tangents: at all; through a step, as of comparisons; and of
+something else that is added to what is."""
 
 
 class LinearityCheck:
@@ -55,10 +60,13 @@ class LinearityCheck:
         self._given = [_find_plain(x) for x in tangents]
         self._made: list[torch.Tensor] = []
         self._after_function: Callable[[], None] = lambda: None
+        self._detached: dict[Any, str] = {}
+        self._ended = False
 
     def note(self, made: tree.Tree) -> None:
         """Take these for the results of the function, after which its pullback comes."""
         self._made = [_find_plain(x) for x in _floats(made)]
+        self._ended = True
         self._after_function()
 
     @contextlib.contextmanager
@@ -73,7 +81,8 @@ class LinearityCheck:
             equations = recorder.frames[-1].equations
             ends = [len(equations)]
             self._after_function = lambda: ends.append(len(equations))
-            yield lambda results: self._read(recorder, equations, ends, results)
+            with _Detaching(self._note_detached(recorder.var)):
+                yield lambda results: self._read(recorder, equations, ends, results)
             return
         record = _find_record(key) if key is not None else _Record()
         if record.linear:
@@ -85,7 +94,11 @@ class LinearityCheck:
             record.linear = True
 
         threads = torch.autograd.set_multithreading_enabled(False)
-        with threads, _Following(self._given) as follow:
+        with (
+            threads,
+            _Following(self._given) as follow,
+            _Detaching(self._note_detached(lambda x: x if follow.bits(x) else None)),
+        ):
             self._after_function = follow.begin_pullback
             yield finish
 
@@ -94,6 +107,9 @@ class LinearityCheck:
             for x in self._made:
                 if follow.bits(x) & _STEPS:
                     self._refuse(follow.cause(x))
+            for line in self._detached.values():
+                self._refuse(f"detach at {line}")
+            for x in self._made:
                 if not (compat.faking() or x.is_meta) and bool(((x != 0) & ~x.isnan()).any()):
                     self._refuse("", "a number that is not zero of tangents that are zero")
         for x in map(_find_plain, _floats(results)):
@@ -103,15 +119,31 @@ class LinearityCheck:
     def _read(
         self, recorder: Recorder, equations: list[Equation], ends: list[int], results: tree.Tree
     ) -> None:
-        found = _FoundMoves(dict.fromkeys((recorder.var(x) for x in self._given), _MOVES))
+        bits = dict.fromkeys((recorder.var(x) for x in self._given), _MOVES)
+        found = _FoundMoves(dict(bits), self._detached, set())
         found.read(equations[ends[0] : ends[-1]])
+        if found.lines:
+            self._refuse(f"detach at {found.lines[0]}")
+        if any(found.bits.get(recorder.var(x), 0) & _ADDS for x in self._made):
+            zeros = _find_zeros(recorder, ends[0])
+            found = _FoundMoves(bits, self._detached, zeros)
+            found.read(equations[ends[0] : ends[-1]])
         found.read(equations[ends[-1] :], pulls=True)
         for x in self._made:
-            if found.bits.get(value := recorder.var(x), 0) & _STEPS:
+            if found.bits.get(value := recorder.var(x), 0) & (_STEPS | _ADDS):
                 self._refuse(found.tell(value))
         for x in _floats(results):
             if found.bits.get(value := recorder.var(_find_plain(x))):
                 self._refuse(found.tell(value))
+
+    def _note_detached(self, find: Callable[[torch.Tensor], Any]) -> Callable:
+        """Of a tensor that the function detaches: keep what stands for it, with the line."""
+
+        def note(x: torch.Tensor, line: str) -> None:
+            if not self._ended and (value := find(x)) is not None:
+                self._detached[value] = line
+
+        return note
 
     def _refuse(self, cause: str, got: str = "one that is not linear in them") -> None:
         by = f", by {cause}" if cause else ""
@@ -187,6 +219,22 @@ _STEP_NAMES = frozenset(
 )  # fmt: skip
 """Operations with the derivative zero, on floating-point results; others have none by dtype."""
 
+_ADDED: Mapping[str, Sequence[int]] = {
+    **dict.fromkeys(("add", "sub", "rsub"), (0, 1)),
+    **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm", "addcmul", "addcdiv"), (0,)),
+    **dict.fromkeys(("linear", "convolution"), (2,)),
+}
+"""The operands that are added to the others, or to what is computed of them."""
+
+_FROM_ZERO = frozenset(
+    {
+        "cos", "cosh", "exp", "exp2", "sigmoid", "softplus", "softmax", "_softmax", "rsqrt",
+        "reciprocal", "log", "eq", "ge", "le", "logical_not", "bitwise_not", "erfc", "acos",
+        "ones_like", "new_ones", "rand_like", "randn_like", "bernoulli",
+    }
+)  # fmt: skip
+"""Operations that make something else of zeros."""
+
 _SHAPES_ALONE: Mapping[str, Sequence[Sequence[int]]] = {
     "convolution_backward": ((1,), (2,), (1, 2)),
     "_linalg_solve_ex": ((), (1,), (1,), (1,)),
@@ -228,7 +276,7 @@ def _spread(
         bits_of: an operand to its bits; 0 of what is no tensor.
         pulls: whether it is an operation of a pullback.
     """
-    name = func._schema.name.split("::")[1]
+    name = _base_name(func)
     if name.endswith("_like") or name.startswith("new_"):
         return [0] * len(dtypes)
     if pulls and func.namespace not in _TORCH and name not in COLLECTIVES | _MARKS:
@@ -247,6 +295,10 @@ def _spread(
         )
         found.append(bits | _STEPS if bits and is_step else bits)
     return found
+
+
+def _base_name(op: Any) -> str:
+    return op._schema.name.split("::")[1]
 
 
 _MARKS = frozenset(
@@ -337,15 +389,60 @@ def _memory(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+class _Detaching(TorchFunctionMode):
+    """Tells of tensors that the user's functions detach in a with block.
+
+    The recorder and dispatch modes see how torch and this library detach, too, where derivatives
+    are kept by other means.
+    """
+
+    def __init__(self, note: Callable[[torch.Tensor, str], None]):
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _DETACHING and _is_asked():
+            self._note(_find_plain(args[0]), user_line())
+        return func(*args, **(kwargs or {}))
+
+
+_DATA: Any = torch.Tensor.data
+_DETACHING = (torch.Tensor.detach, torch.Tensor.detach_, torch.detach, _DATA.__get__)
+
+
+def _is_asked() -> bool:
+    """Whether the user's function, or `stop_gradient` for it, called what a mode sees."""
+    frame: Any = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame.f_globals is collectives.__dict__ or not is_library(frame.f_globals)
+
+
+def _find_zeros(recorder: Recorder, end: int) -> set[Var]:
+    """The values that are zeros where the current frame has so many equations."""
+    with compat.no_transforms(), compat.no_dispatch_modes():
+        closed = recorder.constants.items()
+        zeros = {v for v, x in closed if not x.is_meta and not bool(x.any())}
+    for frame in recorder.frames:
+        zeros |= {inner for inner, around in frame.captured.items() if around in zeros}
+        known = _FoundMoves({}, {}, zeros)
+        known.read(frame.equations if frame is not recorder.frames[-1] else frame.equations[:end])
+    return zeros
+
+
 class _FoundMoves:
     """The bits of values of a program.
 
     Attributes:
         bits: of each value that has some.
+        zeros: values without bits that are, or may be, zeros.
+        lines: of where values with bits are detached.
     """
 
-    def __init__(self, bits: dict[Var, int]):
-        self.bits = bits
+    def __init__(self, bits: dict[Var, int], detached: Mapping[Var, str], zeros: set[Var]):
+        self.bits, self.zeros = bits, zeros
+        self.lines = [detached[value] for value in bits if value in detached]
+        self._detached = detached
         self._causes: dict[Var, Equation] = {}
 
     def read(self, equations: Sequence[Equation], *, pulls: bool = False) -> None:
@@ -356,7 +453,10 @@ class _FoundMoves:
             for value, bits in zip(equation.outputs, found, strict=True):
                 if value is not None and bits:
                     self.bits[value] = bits
-                    if known or ((pulls or bits & _STEPS) and equation.name not in _MARKS):
+                    if value in self._detached:
+                        self.lines.append(self._detached[value])
+                    tells = pulls or bits & (_STEPS | _ADDS)
+                    if known or (tells and equation.name not in _MARKS):
                         self._causes[value] = known[0] if known else equation
 
     def _find(self, value: Any) -> int:
@@ -366,38 +466,90 @@ class _FoundMoves:
         op, given = equation.op, [self._find(value) for value in equation.args]
         if isinstance(op, ControlFlow):
             flows = any(given)
-            return self._read_flow(op, given, pulls) if flows else [0] * len(equation.outputs)
+            zeros = [self._is_zero(value) for value in equation.args]
+            if flows:
+                return self._read_flow(op, given, zeros, pulls)
+            self.zeros.update(equation.results if any(zeros) else ())
+            return [0] * len(equation.outputs)
         if not isinstance(op, torch._ops.OpOverload):  # a transform that is kept whole
             return [_join(self._find, list(equation.operands))] * len(equation.outputs)
         dtypes = [v and v.dtype for v in equation.outputs]
-        return _spread(op, equation.args, equation.kwargs, dtypes, self._find, pulls)
+        found = _spread(op, equation.args, equation.kwargs, dtypes, self._find, pulls)
+        if pulls:
+            return found
+        if not any(found):
+            if self._makes_zeros(equation):
+                self.zeros.update(equation.results)
+            return found
+        if not self._adds_others(equation):
+            return found
+        return [bits and bits | _ADDS for bits in found]
 
-    def _read_block(self, block: Block, given: Sequence[int], pulls: bool) -> list[int]:
-        rows = zip(block.inputs, given, strict=True)
-        inner = _FoundMoves({v: bits for v, bits in rows if bits})
+    def _adds_others(self, equation: Equation) -> bool:
+        """Whether something that is not of tangents, nor zeros, is added to what is."""
+        op: Any = equation.op
+        places = _ADDED.get(_base_name(op), ())
+        rows = [(bool(self._find(x)), self._is_zero(x)) for x in equation.args]
+        rest = [row for i, row in enumerate(rows) if i not in places]
+        terms = [row for i, row in enumerate(rows) if i in places]
+        if len(places) == 1:  # to a product of the rest
+            moves, zeros = zip(*rest, strict=True)
+            terms.append((any(moves), any(zeros)))
+        return any(moves for moves, _ in terms) and not all(any(term) for term in terms)
+
+    def _is_zero(self, value: Any) -> bool:
+        return value in self.zeros if isinstance(value, Var) else not value
+
+    def _makes_zeros(self, equation: Equation) -> bool:
+        """Whether results may be zeros, computed of some; sums are of zeros alone."""
+        op: Any = equation.op
+        name, args = _base_name(op), equation.args
+        if name in ("zeros", "zeros_like", "new_zeros", "empty", "empty_like"):
+            return True
+        fills = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill": 1}
+        if name in fills:
+            return self._is_zero(args[fills[name]])
+        if name in ("add", "sub", "rsub"):
+            return all(map(self._is_zero, args[:2]))
+        if name in ("mul", "where") and any(not isinstance(x, Var) and x == 0 for x in args):
+            return True
+        return name not in _FROM_ZERO and any(v in self.zeros for v in equation.operands)
+
+    def _read_block(
+        self, block: Block, given: Sequence[int], zeros: Sequence[bool], pulls: bool
+    ) -> tuple[list[int], list[bool]]:
+        """The bits of results, and which may be zeros, from those of operands."""
+        bits = {v: own for v, own in zip(block.inputs, given, strict=True) if own}
+        still = {v for v, is_zero in zip(block.inputs, zeros, strict=True) if is_zero}
+        inner = _FoundMoves(bits, self._detached, still)
         inner.read(block.equations, pulls=pulls)
-        return [inner._find(value) for value in block.outputs]
+        self.lines += inner.lines
+        return [inner._find(v) for v in block.outputs], [v in inner.zeros for v in block.outputs]
 
-    def _read_flow(self, op: ControlFlow, given: list[int], pulls: bool) -> Sequence[int]:
+    def _read_flow(
+        self, op: ControlFlow, given: list[int], zeros: list[bool], pulls: bool
+    ) -> Sequence[int]:
         if isinstance(op, Switch):
             chosen, *rest = given
-            made = [self._read_block(block, rest, pulls) for block in op.branches]
+            made = [self._read_block(block, rest, zeros[1:], pulls)[0] for block in op.branches]
             least = _MOVES | _STEPS if chosen else 0
             return [
                 functools.reduce(int.__or__, column, least) for column in zip(*made, strict=True)
             ]
         first = op.num_consts
         last = op.first_x if isinstance(op, Scan) else len(given)
-        carry, stops = given[first:last], 0
+        carry, none, stops = given[first:last], zeros[first:last], 0
         while True:
             inner = [*given[:first], *carry, *given[last:]]
-            if isinstance(op, While) and any(self._read_block(op.cond, inner, pulls)):
+            still = [*zeros[:first], *none, *zeros[last:]]
+            if isinstance(op, While) and any(self._read_block(op.cond, inner, still, pulls)[0]):
                 stops = _MOVES | _STEPS
-            made = self._read_block(op.body, inner, pulls)
+            made, made_zeros = self._read_block(op.body, inner, still, pulls)
             after = [a | b | stops for a, b in zip(carry, made, strict=False)]
-            if after == carry:
+            later = [a and b for a, b in zip(none, made_zeros, strict=False)]
+            if (after, later) == (carry, none):
                 return [*carry, *made[len(carry) :]]
-            carry = after
+            carry, none = after, later
 
     def tell(self, value: Var) -> str:
         """The operation by which a value is not what is wanted, and its line."""

@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functron.core import compat, tree
-from functron.core.closure import hoist, refuse_holders
+from functron.core.closure import hoist, note_writes, refuse_holders
 from functron.core.errors import nearest, public
 from functron.core.functions import Function
 from functron.core.scopes import in_phase, in_scopes, scope_names
@@ -580,7 +580,9 @@ def remat(f: Callable | None = None, *, policy: RematPolicy = nothing) -> Callab
         program = _Program(flat, memory, compat.innermost_is_grad())
         seen = memory.needed and not compat.dispatch_modes_active()  # which refuse it themselves
         before = _random_states(tensors) if seen else []
+        check_writes = note_writes("remat: the function", tensors)
         outputs = _Remat.apply(program, *given)
+        check_writes()
         after = _random_states(tensors) if before else []
         if not all(map(torch.equal, before, after)):
             raise ValueError(

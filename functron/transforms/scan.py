@@ -78,7 +78,9 @@ def trace_scan(
         consts, rest = values[: len(hidden)], values[len(hidden) :]
         before = tree.unflatten(carry_structure, rest[: len(carry)])
         x = tree.unflatten(x_structure, rest[len(carry) :])
+        check_writes = note_writes(f"scan: {name}", values, f)
         after, y = close(consts)(before, x)
+        check_writes()
         ys, result["structure"] = tree.flatten(y)
         _check_carry(before, after)
         _check_tensors([f"y/{path}" for path in tree.paths(y)], ys)
@@ -517,7 +519,7 @@ def _run_steps(
 ) -> tuple[tree.Tree, tree.Tree]:
     """A scan written out; captured values of each step are named by its number."""
     if not names:
-        return init, _stack_nothing(f, init, xs)
+        return copy_views(init, init), _stack_nothing(f, init, xs)
     leaves, structure = tree.flatten(xs)
     slices = [leaf.unbind(0) for leaf in leaves]
     title = f"scan: {getattr(f, '__name__', 'f')}"
@@ -532,8 +534,7 @@ def _run_steps(
         carry = after
         ys.append(y)
     check_given()
-    if active() is None:
-        carry = copy_views(carry, init, xs)
+    carry = copy_views(carry, init, xs, f)
     rows = ys[::-1] if reverse else ys
     return carry, tree.map(lambda *rows: torch.stack(rows), *rows)
 

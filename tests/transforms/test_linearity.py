@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import avg_pool1d, conv1d, layer_norm, pad
+from torch.nn.functional import avg_pool1d, conv1d, layer_norm, linear, pad
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 import functron as ft
@@ -14,6 +14,7 @@ from tests.transforms.lives import LIVES
 
 X = torch.from_numpy(np.random.default_rng(0).normal(size=8))
 T = torch.cos(3 * X + 1)
+NOTHING = torch.zeros(4)
 
 
 def scan_rows(x, t, step):
@@ -37,6 +38,10 @@ LINEAR = {
     ).flatten(),
     "a jvp": lambda x, t: ft.jvp(torch.sin, (x,), (t,))[1],
     "of no tangent": lambda x, t: torch.zeros_like(t),
+    "zeros are added": lambda x, t: 0 + (0.0 * x + t + torch.zeros_like(x)) - x.new_zeros(4),
+    "closed zeros are added": lambda x, t: t + NOTHING + torch.tensor(0.0),
+    "detached arguments": lambda x, t: x.detach() * t + lax.stop_gradient(x.cos()) * t,
+    "products with matrices": lambda x, t: linear(t, torch.outer(x, x)),
 }
 OTHERS = {
     "pow": lambda x, t: t**2,
@@ -48,6 +53,10 @@ OTHERS = {
     "lt": lambda x, t: (t < 0).to(x) * x,
     "mul|scan": lambda x, t: scan_rows(x, t, lambda c, row: (c + row[1], row[0] * row[1] * c)),
     "remat|mul": lambda x, t: ft.remat(lambda x, t: x * t * t)(x, t),
+    "detach": lambda x, t: x * t.detach() + t,
+    "detach at": lambda x, t: lax.stop_gradient(x * t) + t,
+    "detach|scan": lambda x, t: scan_rows(x, t, lambda c, row: (c, row[1].detach() + row[1])),
+    "detach|data": lambda x, t: t.data,
     "mul|switch": lambda x, t: lax.cond(x.sum() > -99, lambda t: t * t, torch.neg, t),
 }
 
@@ -110,10 +119,24 @@ def test_it_is_refused_outside_of_meshes_too():
             call()
 
 
-def test_an_offset_is_refused_where_numbers_are_known():
-    f = ft.custom_jvp(torch.sin, lambda args, ts: (args[0].sin(), ts[0] + 1))
-    with pytest.raises(ValueError, match="a number that is not zero of tangents that are zero"):
-        ft.grad(lambda x: f(x).sum())(X)
+OFFSETS = {
+    "a number": lambda x, t: 2 * x * t + 1,
+    "an argument": lambda x, t: x - t,
+    "numbers of zeros": lambda x, t: t + torch.zeros_like(x).cos(),
+    "a bias": lambda x, t: linear(t, torch.outer(x, x), x),
+    "a product beside a bias": lambda x, t: linear(x, torch.outer(x, x), t),
+    "carries": lambda x, t: ft.scan(lambda c, row: (c + row, c), x[0] + 1, t)[1],
+    "a branch": lambda x, t: lax.cond(x.sum() > -99, lambda t: t + x, torch.neg, t),
+}
+
+
+@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("name", OFFSETS)
+def test_an_offset_is_refused(name, life):
+    told = "a number that is not zero of tangents that are zero|not linear in them, by"
+    for mode in (in_reverse, in_forward):
+        with pytest.raises(ValueError, match=told):
+            LIVES[life](mode(OFFSETS[name]))(X, T)
 
 
 def test_a_call_is_followed_once_for_its_shapes_and_numbers():
