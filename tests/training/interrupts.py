@@ -131,7 +131,7 @@ def check(way: str, count: int, seed: int = 0) -> dict[str, int]:
     found = {"whole": 0, "gone": 0, "done": 0}
     # the update is a small part of all lines, and the most dangerous one
     points = [draw.randrange(lines) for _ in range(count // 2)]
-    points += [lines - draw.randrange(lines // 4) for _ in range(count - len(points))]
+    points += [lines - draw.randrange(lines // 8) for _ in range(count - len(points))]
     for point in points:
         state = fresh()
         try:  # in a context of its own: the outermost scope has no scope around it that ends it
