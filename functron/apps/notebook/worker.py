@@ -204,6 +204,7 @@ class Worker:
         running: the serial number of the requests of which a call runs; 0: none does.
         interrupted: that of those that were interrupted last.
         consuming: the values that this call consumes.
+        leaving: held while groups are left, by this program or by the thread beside it.
     """
 
     place: WorkerPlace
@@ -223,6 +224,7 @@ class Worker:
     running: int = 0
     interrupted: int = 0
     consuming: Sequence[int] = ()
+    leaving: threading.Lock = field(default_factory=threading.Lock)
 
     def join(self, generation: int, next_number: int) -> None:
         """Meet the other ranks, in groups of their own for each generation. Collective.
@@ -230,14 +232,17 @@ class Worker:
         Values from `next_number` on are of calls that were given up.
         """
         self.values = {n: value for n, value in self.values.items() if n < next_number}
-        place, self.generation = self.place, generation
+        place = self.place
         self.num_layouts = self.num_layouts or generation << 32  # as others had, died and came back
         self.made, self.closed, self.spans = {}, {}, {}
         self.layouts = {}  # of answers that were given up
-        if self.bound is not None and not self.bound.membership.closed:
-            self.bound.leave("the groups are made anew")
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        with self.leaving:
+            self.generation = generation
+            if self.bound is not None and not self.bound.membership.closed:
+                self.bound.leave("the groups are made anew")
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            self.bound = None
         mesh, device = Mesh(**dict(place.mesh)), torch.device(place.device)
         timeout = timedelta(seconds=place.timeout_seconds)
         rest: dict[str, Any] = {"backend": "gloo"}
@@ -609,22 +614,23 @@ def _watch(
                 worker.interrupted = question[1]
                 if worker.running == question[1]:
                     signal.pthread_kill(main, signal.SIGINT)
-            elif question == ("release", worker.generation):
-                _release(worker)
+            elif question[0] == "release":
+                _release(worker, question[1])
     except (EOFError, OSError):
         pass
     finally:
         end_process(host)
 
 
-def _release(worker: Worker) -> None:
-    """Leave the groups, in which this program or another rank's still waits."""
-    bound = worker.bound
-    if isinstance(bound, BoundMesh) and not bound.membership.closed:
-        with contextlib.suppress(Exception):
-            bound.leave("the program was interrupted")
-            if worker.place.device == "cpu":  # where the user's own collectives wait
-                dist.destroy_process_group()
+def _release(worker: Worker, generation: int) -> None:
+    """Leave the groups of a generation, in which this program or another rank's still waits."""
+    with worker.leaving:  # the program may have ended, and be making the next ones
+        bound = worker.bound if worker.generation == generation else None
+        if isinstance(bound, BoundMesh) and not bound.membership.closed:
+            with contextlib.suppress(Exception):
+                bound.leave("the program was interrupted")
+                if worker.place.device == "cpu":  # where the user's own collectives wait
+                    dist.destroy_process_group()
 
 
 def _where(worker: Worker, main: int) -> dict[str, Any]:
