@@ -434,8 +434,7 @@ class ModelOptions:
     block: Callable | Hook | None = None
 
     def __post_init__(self):
-        raise_problems("ModelOptions", [*choice_problems(self), *room_problems(self.expert_room)])
-        found = []
+        found = [*choice_problems(self), *room_problems(self.expert_room)]
         if self.watch and uneven_length(self.stream) is not None:
             wanted = f"False with {self.stream}: padding would be measured too"
             found.append(Problem("watch", "True", wanted, "choose a length that ranks divide"))

@@ -465,6 +465,13 @@ def map_step(
     mapped = shard_map(step, mesh, (layout, batch_specs), (layout, P()), **over)
     if look is not None:
         mapped.observe = lambda args, out: look(out[0], args[1])
+    return _set_aside_empty(mapped, g, mesh, batch_specs)
+
+
+def _set_aside_empty(
+    mapped: Any, g: BoundGradients, mesh: Mesh | BoundMesh, batch_specs: tree.Tree
+) -> Callable:
+    """A step that `jit` runs uncompiled for a batch without targets, where the host counts them."""
     if g.targets == "read":
         count = shard_map(g.num_targets, mesh, (batch_specs,), P(), stages=g.stages, check=False)
         mapped.aside = lambda args: g.lacks_targets(count(args[1])) is True
@@ -544,11 +551,8 @@ def _two_compiled(
         made = functools.partial(finish, lacks)
         return split(made, in_specs=over, out_specs=(layout, P()), donate=0)
 
-    made: Any = split(compute_own, in_specs=(layout, batch_specs), out_specs=(P(), own, P()))
-    if g.targets == "read":
-        count = split(g.num_targets, in_specs=(batch_specs,), out_specs=P())
-        made.aside = lambda args: g.lacks_targets(count(args[1])) is True
-    first = jit(made, **settings)
+    made = split(compute_own, in_specs=(layout, batch_specs), out_specs=(P(), own, P()))
+    first = jit(_set_aside_empty(made, g, mesh, batch_specs), **settings)
     taken, left = jit(finishing(None), donate=0, **settings), finishing(0)
 
     def step(state: State, batch: tree.Tree) -> tuple[State, dict]:

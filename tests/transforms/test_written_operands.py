@@ -129,7 +129,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("word", SHOWN)
 def test_an_update_of_a_result_in_place_changes_no_operand(word):
-    """What was donated is gone, or it is as it was."""
+    """A donated tensor is gone, or it is as it was."""
     update = ft.shard_map(lambda x: x.add_(1), Mesh(), P(), P(), donate=0)
     x = torch.arange(4.0)
     shown = SHOWN[word](x)

@@ -162,7 +162,7 @@ def test_a_program_is_traced_here(ranks):
 
 
 def test_a_program_runs_on_the_ranks(ranks):
-    """What was traced here is compiled there, over whole values and handles."""
+    """A program that was traced here is compiled there, over whole values and handles."""
     added = torch.tensor([1.0, 2.0])
 
     def program(x, given):
@@ -339,7 +339,7 @@ def test_what_was_donated_is_gone(ranks):
 
 
 def test_no_value_is_a_view_of_another(ranks):
-    """What is donated overwrites itself alone: results get memory of their own."""
+    """A donated value overwrites itself alone: results get memory of their own."""
     x, closed, spec = torch.arange(8.0), torch.zeros(8), P("dp")
     same = ft.shard_map(lambda x: x * 1, ranks, spec, spec)
     write = ft.shard_map(lambda x: x.add_(100), ranks, spec, spec, donate=0)
