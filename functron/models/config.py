@@ -47,6 +47,7 @@ _SCALING: Needs = MappingProxyType(
         **dict.fromkeys(_FOR_YARN, _YARN),
     }
 )
+_AHEAD = Need(lambda c: c.mtp_depth > 0, "modules that predict tokens further on", "set mtp_depth")
 _ROPE = Need(lambda c: c.positions == "rope", "rotary positions", "set positions to rope")
 
 GPT_NEEDS: Needs = MappingProxyType(
@@ -63,8 +64,12 @@ GPT_NEEDS: Needs = MappingProxyType(
         "qkv_bias": Need(
             lambda c: not c.kv_rank, "attention that is not latent", "set bias, or kv_rank to 0"
         ),
-        "mtp_weight": Need(
-            lambda c: c.mtp_depth > 0, "modules that predict tokens further on", "set mtp_depth"
+        "mtp_weight": _AHEAD,
+        "mtp_detached": _AHEAD,
+        "mtp_repeated": Need(
+            lambda c: c.mtp_depth > 1,
+            "several modules that predict tokens further on",
+            "set mtp_depth to 2 or more",
         ),
         **needs_under("moe", MOE_NEEDS),
     }
@@ -173,6 +178,11 @@ class GPTConfig(MLAConfig, TextConfig):
         mtp_depth: modules of multi-token prediction, each of which predicts one token further ahead
             (DeepSeek-V3, section 2.2); where layers differ, their blocks have rope and no window.
         mtp_weight: weight of the mean of their losses.
+        mtp_repeated: all depths are one module with the same parameters, so that there is one, and
+            it may predict further than it was trained to (Megatron's --mtp-use-repeated-layer).
+        mtp_detached: gradients of their losses are those of their own parameters alone: the model
+            before them, its embedding and its unembedding learn by the next token, as without them
+            (Megatron's --mtp-detach-heads). From one depth to the next gradients do flow.
         fused_projections: queries, keys and values are one product of one matrix, and gate and up
             another, of experts too: fewer launches, and x is read once. Initial values, results,
             checkpoints and files of other formats are the same. "auto": in a run on GPUs, where
@@ -217,6 +227,8 @@ class GPTConfig(MLAConfig, TextConfig):
     dense_layers: int = 0
     mtp_depth: int = 0
     mtp_weight: float = 0.3
+    mtp_repeated: bool = False
+    mtp_detached: bool = False
     tied: bool = False
     embed_scale: float = 1.0
     z_loss: float = 0.0
@@ -388,6 +400,11 @@ class GPTConfig(MLAConfig, TextConfig):
         first = self.dense_layers if self.moe else 0
         found = {"dense": range(first), "blocks": range(first, self.num_layers)}
         return {name: layers for name, layers in found.items() if layers}
+
+    @property
+    def mtp_modules(self) -> int:
+        """How many modules of multi-token prediction have parameters: 1 where it is repeated."""
+        return min(self.mtp_depth, 1) if self.mtp_repeated else self.mtp_depth
 
     @property
     def num_routers(self) -> int:

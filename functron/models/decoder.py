@@ -646,7 +646,7 @@ def loss(
     with named_scope("unembed"):
         matrix = _unembedding(config, weights, options)
 
-    def losses(x: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    def losses(x: Tensor, targets: Tensor, z_loss: float = 0.0, matrix: Tensor = matrix) -> Tensor:
         given = {"vocab_size": config.vocab_size, "z_loss": z_loss, "kernels": options.kernels}
         with named_scope("unembed"):
             x = nn.gather_sequence(_scale_stream(config, x), options.stream)
@@ -667,9 +667,11 @@ def loss(
     share = first
     if config.mtp_depth:
         with named_scope("ahead"):
+            head = functools.partial(losses, matrix=lax.stop_gradient(matrix))
             details["ahead"], routers = _predict_ahead(
-                config, weights, normed, sequence, options, key, head=losses
-            )
+                config, weights, normed, sequence, options, key,
+                head=head if config.mtp_detached else losses,
+            )  # fmt: skip
         share = share + config.mtp_weight * details["ahead"].mean()
         for depth, each in enumerate(routers, config.num_routers - config.mtp_depth):
             row = Auxiliary(each.loss, tree.map(lambda s: s[None], each.sums))
@@ -716,7 +718,7 @@ def ahead_defs(config: GPTConfig, options: ModelOptions = DEFAULTS) -> dict:
     stddev, dtype = config.init_stddev, config.torch_dtype
     module = nn.multi_token_defs(config.embed_dim, stddev=stddev, dtype=dtype, **norms)
     module["block"] = block_defs(config, experts=config.moe is not None, options=options)
-    return params.stack(module, config.mtp_depth)
+    return params.stack(module, config.mtp_modules)
 
 
 def _predict_ahead(
@@ -738,7 +740,9 @@ def _predict_ahead(
     after = options.matmul.of_layer(config.num_layers, config.num_layers)
     inner = replace(options, matmul=after)
     gather, stacked = options.gather.at("mtp").rows(), weights["mtp"]
-    rows = [tree.map(lambda w, k=k: w[k], stacked) for k in range(config.mtp_depth)]
+    rows = [tree.map(lambda w, k=k: w[k], stacked) for k in range(config.mtp_modules)]
+    rows = rows * config.mtp_depth if config.mtp_repeated else rows
+    detach = lax.stop_gradient if config.mtp_detached else lambda value: value
     outer = [
         {name: gather.at(name)(part) for name, part in row.items() if name != "block"}
         for row in rows
@@ -756,10 +760,12 @@ def _predict_ahead(
 
     losses, found = nn.multi_token(
         outer,
-        x,
+        detach(x),
         sequence.tokens,
         sequence.targets,
-        embed=lambda tokens: embed_tokens(config, weights, tokens, options, config.embed_scale),
+        embed=lambda tokens: detach(
+            embed_tokens(config, weights, tokens, options, config.embed_scale)
+        ),
         block=layer,
         head=head,
         norm=functools.partial(nn.norm, **_norm_options(config, options)),

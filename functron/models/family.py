@@ -148,7 +148,7 @@ class Family:
 
 _GPT_FREE = (
     "dropout", "z_loss", "init_stddev", "vocab_multiple", "dtype", "mtp_weight",
-    "fused_projections", "fp32_residual",
+    "mtp_detached", "fused_projections", "fp32_residual",
 )  # fmt: skip
 MOE_FREE = (
     "aux_loss", "aux", "z_loss", "balance_rate", "jitter", "router_dtype", "dispatch",
@@ -195,7 +195,7 @@ def _gpt_canonical(config: GPTConfig) -> GPTConfig:
 def _gpt_numbers(config: GPTConfig) -> dict[str, range]:
     """Layers are counted through: those of the second stack go on from the first's, and modules
     that predict tokens further ahead from the last layer."""
-    ahead = range(config.num_layers, config.num_layers + config.mtp_depth)
+    ahead = range(config.num_layers, config.num_layers + config.mtp_modules)
     return {**config.stacks, "mtp": ahead}
 
 

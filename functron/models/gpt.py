@@ -494,7 +494,10 @@ def flops_per_token(config: GPTConfig, seq: int, *, whole: bool = False) -> int:
 
     With `whole`, attention is not halved: 6 N + 12 L H D T (Chowdhery et al. 2022, appendix B).
     """
-    total = params.num_params(defs(config))
+    model = defs(config)
+    total = params.num_params(model)
+    if config.mtp_modules < config.mtp_depth:  # one that is repeated
+        total += (config.mtp_depth - 1) * params.num_params(model["mtp"])
     total -= 0 if config.tied else config.padded_vocab * config.embed_dim
     if config.positions == "learned":
         total -= config.max_seq * config.embed_dim

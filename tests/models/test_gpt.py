@@ -298,6 +298,45 @@ def test_without_dropout_a_key_costs_nothing(no_random_numbers):
     assert value == gpt.loss(config, weights, batch)
 
 
+AHEAD = replace(
+    SMALL, dtype="float64", init_stddev=0.4, mtp_depth=2,
+    moe=nn.moe.MoEConfig(num_experts=4, top_k=2, expert_dim=8, aux_loss=0.1),
+)  # fmt: skip
+
+
+def value_and_grad_of(config, weights):
+    tokens = tokens_of(config)
+    batch = {"tokens": tokens, "targets": tokens.roll(-1, 1), "rows": torch.arange(4)}
+    return ft.value_and_grad(lambda w: gpt.loss(config, w, batch))(weights)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_modules_ahead_that_are_detached(tied):
+    """The model learns as without modules, and these as where gradients go on from them."""
+    config = replace(AHEAD, tied=tied)
+    weights = weights_of(config)
+    value, grads = value_and_grad_of(replace(config, mtp_detached=True), weights)
+    attached, modules = value_and_grad_of(config, weights)
+    _, model = value_and_grad_of(replace(config, mtp_depth=0), {**weights, "mtp": {}})
+    assert value == attached
+    torch.testing.assert_close(grads, {**model, "mtp": modules["mtp"]}, rtol=1e-12, atol=1e-14)
+    assert not torch.allclose(grads["embed"], modules["embed"])
+
+
+def test_a_module_ahead_that_is_repeated():
+    """It is modules with the same parameters, whose gradients are added up."""
+    repeated = replace(AHEAD, mtp_repeated=True)
+    weights = weights_of(repeated)
+    assert {len(leaf) for leaf in tree.leaves(weights["mtp"])} == {1}
+    twice = tree.map(lambda w: torch.cat([w, w]), weights["mtp"])
+    value, grads = value_and_grad_of(repeated, weights)
+    want, wanted = value_and_grad_of(AHEAD, {**weights, "mtp": twice})
+    assert value == want
+    sums = tree.map(lambda g: g.sum(0, keepdim=True), wanted["mtp"])
+    torch.testing.assert_close(grads, {**wanted, "mtp": sums}, rtol=1e-12, atol=1e-14)
+    assert gpt.flops_per_token(repeated, 8) == gpt.flops_per_token(AHEAD, 8)
+
+
 def test_jitter_needs_the_key():
     experts = nn.moe.MoEConfig(num_experts=4, top_k=2, expert_dim=8, jitter=0.5)
     config = replace(SMALL, moe=experts)

@@ -78,6 +78,8 @@ MODELS = {
         ),
     ),
     "fused": replace(CAPACITY, fused_projections=True),
+    "ahead-repeated": replace(DEEPSEEK, num_layers=2, mtp_depth=2, mtp_repeated=True),
+    "ahead-detached": replace(DEEPSEEK, num_layers=2, mtp_depth=2, mtp_detached=True),
 }
 FOLDED = ("ep", "tp")
 # (mesh, sequence parallel, axes of the experts)

@@ -77,6 +77,7 @@ def check(config, mesh, schedule, layers, stream):
         ("gemma3", 1, "pp=2,tp=2", "interleaved", (1, 1, 0, 2), "sp"),
         ("smollm3", 0, "pp=2", "1f1b", (1, 3), ""),
         ("smollm3", 2, "pp=2,dp=2", "1f1b", (1, 3), ""),
+        ("smollm3", 2, "pp=2,tp=2", "zb-h1", (1, 3), "sp"),
         ("olmo", 0, "pp=2,tp=2", "1f1b", (1, 3), "sp"),
         ("olmo", 1, "pp=2", "1f1b", (2, 2), ""),
         ("neighbours", 1, "pp=2", "1f1b", (3, 1), ""),
@@ -85,7 +86,7 @@ def check(config, mesh, schedule, layers, stream):
 def test_layers_that_differ(name, ahead, mesh, schedule, layers, stream):
     config = replace(
         MODELS[name], vocab_size=VOCAB, vocab_multiple=VOCAB, max_seq=SEQ, num_layers=4,
-        mtp_depth=ahead,
+        mtp_depth=ahead, mtp_repeated=ahead == 2, mtp_detached=schedule == "zb-h1",
     )  # fmt: skip
     chunks = (2,) if schedule == "interleaved" else ()
     check(config, Mesh.parse(mesh), make(schedule, 2, 4, *chunks), layers, stream)

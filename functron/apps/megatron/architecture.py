@@ -248,7 +248,11 @@ def _read_gpt(reading: Reading) -> dict[str, Any]:
     why = "ours balances experts there over tokens that have a target, Megatron-LM over all"
     depth = reading.take("mtp_num_layers", "gpt.mtp_depth", why if "moe" in own else "") or 0
     weight = reading.take("mtp_loss_scaling_factor", "gpt.mtp_weight")
+    repeated = bool(reading.take("mtp_use_repeated_layer", "gpt.mtp_repeated")) and depth > 1
+    why = "ours clips gradients by one norm, newer versions of Megatron-LM by one of modules apart"
+    detached = bool(reading.take("mtp_detach_heads", "gpt.mtp_detached", why))
     own |= {"mtp_depth": depth, "mtp_weight": weight} if depth else {}
+    own |= {"mtp_repeated": repeated, "mtp_detached": detached} if depth else {}
     if reading.take("apply_residual_connection_post_layernorm", ""):
         reading.refuse("apply_residual_connection_post_layernorm", "norms before sublayers")
     reading.explain(

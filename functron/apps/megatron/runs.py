@@ -670,6 +670,7 @@ def write_architecture(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]:
             "moe_router_dtype": "fp64" if moe.router_dtype == "float64" else "fp32",
         }  # fmt: skip
     if c.mtp_depth:
+        made |= {"mtp_use_repeated_layer": c.mtp_repeated, "mtp_detach_heads": c.mtp_detached}
         made["mtp_loss_scaling_factor"] = c.mtp_weight
         made["mtp_loss_scaling_factor"] = c.mtp_weight**2 / (_scale_ahead_weight(made) or 1.0)
     _check_back(config, made)

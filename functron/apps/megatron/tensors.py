@@ -140,7 +140,7 @@ def _list_rules(config: GPTConfig) -> tuple[formats.NameRule, ...]:
 def _make_layouts(config: GPTConfig, rows: int | None = None) -> list[formats.HubLayout]:
     """The tensors of a model with `rows` rows of the embedding; None: with padding."""
     family = GPT
-    numbers = {**family.numbers(config), "mtp": range(config.mtp_depth)}
+    numbers = {**family.numbers(config), "mtp": range(config.mtp_modules)}
     rows = config.padded_vocab if rows is None else rows
     return formats.layouts(_list_rules(config), family.defs(config), rows, numbers)
 

@@ -579,6 +579,7 @@ ARCHITECTURES = {
         moe=MoEConfig(expert_dim=64, normalise="after", aux_loss=1e-2, aux="batch",
                       capacity_factor=1.25, drop="probability"),
     ),
+    "ahead": GPTConfig(mtp_depth=3, mtp_repeated=True, mtp_detached=True),
     "deepseek": GPTConfig(
         kv_rank=8, q_rank=8, head_dim=16, rope_head_dim=8, v_head_dim=16, dense_layers=1, mtp_depth=1,
         rope_scaling=ft.nn.RopeScaling(
