@@ -111,6 +111,7 @@ def draw(seed: int) -> Case:
     both += maybe(0.2, "--split 90,10 --eval-every 2 --eval-batches 1")
     both += maybe(0.15, "--lora-rank 2 --lora-targets blocks/attention/q,blocks/attention/out")
     if experts:
+        both += maybe(0.1, "--lora-rank 2 --lora-targets */moe/experts/*")
         both += maybe(0.4, "--gpt.moe.aux batch", "--gpt.moe.aux sequence")
         both += maybe(0.3, "--gpt.moe.balance-bias", "--gpt.moe.balance-bias --gpt.moe.score sigmoid"
                            " --gpt.moe.normalise before --gpt.moe.renormalise")  # fmt: skip

@@ -12,7 +12,8 @@ folding it into the initial A would be another optimization problem under Adam.
 
 Axes: A has those of W's inputs and B those of its outputs. Where W's columns are split over tp, so
 are B's, and every rank computes x A; where its rows are, so are A's, and (x A) B is a part of the
-same sum as x W. No collective is added.
+same sum as x W. No collective is added. Each expert of a mixture has its own A and B, stacked as
+the experts are and split with them: (x A) B are two grouped products of the rows that it has.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from functron.spmd.params import Constant, Normal, ParamDef, Width, zeros
 LORA = "lora"
 """The name of an `Adapter` among the parameters of its layer."""
 
-_STACKED = "layers"
+_STACKED = ("layers", "expert")  # of leading dims, which count matrices
 _STREAM = "embed"
 
 
@@ -75,7 +76,7 @@ class LoRA:
             routed = [x for x in others if others[x] and fnmatch.fnmatchcase(x, target)]
             if routed:
                 got = f"{target!r}, which names {', '.join(routed)}"
-                wanted = "layers other than routers and the experts that these choose"
+                wanted = "layers other than routers and what stands between them and experts"
                 fix = "leave it out"
                 if chosen:
                     fix = f"write {','.join(_patterns(chosen, others))} for the other layers"
@@ -120,30 +121,32 @@ def lora_defs(defs: tree.Tree, lora: LoRA) -> tree.Tree:
     """`defs` with an `Adapter` of ParamDefs in each linear layer that `lora` targets.
 
     Linear layers are those of `nn.linear_defs`, ``{"w", "b"?}``, from or to the residual stream,
-    stacked or not; in layers of experts only those of the shared expert, and targets that name
-    others there are refused. (`unadapted` lists other matrices that targets name and that get no
-    `Adapter`.) `a` begins as N(0, 1 / in), so that x a varies about as x does, `b` as zero, so that
-    the model begins as it was.
+    stacked or not; in layers of experts those of the experts and of the shared one, and targets
+    that name others there are refused. (`unadapted` lists other matrices that targets name and that
+    get no `Adapter`.) `a` begins as N(0, 1 / in), so that x a varies about as x does, `b` as zero,
+    so that the model begins as it was.
 
     Raises:
-        ValueError: a target names no linear layer, or a router or its experts, or the rank or alpha
-            is none; all offenders are listed, with the nearest layer.
+        ValueError: a target names no linear layer, or a router, or the rank or alpha is none; all
+            offenders are listed, with the nearest layer.
     """
     raise_problems("cannot adapt this model", lora.problems(defs))
     return _add_adapters(defs, lora)
 
 
 def drop_routed(targets: Iterable[str], defs: tree.Tree) -> list[str]:
-    """Targets that adapt the same layers as these, and name no router and none of its experts.
+    """Targets that adapt the same layers as these did, and name no router.
 
-    Runs from before such targets were refused have some, and meant what could be adapted.
+    Runs from before such targets were refused have some, and meant what could be adapted: experts,
+    which may be by now, were not.
     """
     layers, others = _split_matrices(defs)
+    experts = [each.path for each in _find_matrices(defs) if _STACKED[1] in each.w.axes]
     found: dict[str, None] = {}
     for target in targets:
-        chosen = fnmatch.filter(layers, target)
+        chosen = [x for x in fnmatch.filter(layers, target) if x not in experts]
         routed = any(others[place] for place in fnmatch.filter(others, target))
-        own = _patterns(chosen, others) if routed and chosen else [target]
+        own = _patterns(chosen, [*others, *experts]) if routed and chosen else [target]
         found |= dict.fromkeys(own)
     return list(found)
 
@@ -170,8 +173,8 @@ def _add_adapters(defs: tree.Tree, lora: LoRA) -> tree.Tree:
 class _Matrix(NamedTuple):
     """A matrix among the parameters, the path of its layer, and whether it can be adapted.
 
-    Routers, and the experts that they choose (`routed`), multiply their matrices themselves, and
-    would not see an adapter.
+    Routers, and what stands between them and experts (`routed`), multiply their matrices
+    themselves, and would not see an adapter.
     """
 
     path: str
@@ -190,7 +193,7 @@ def _find_matrices(defs: tree.Tree, path: str = "", routed: bool = False) -> Ite
     if isinstance(w := defs.get("w"), ParamDef):
         yield _Matrix(path, w, routed)
     for name, entry in defs.items():
-        inside = (routed or "router" in defs) and name != "shared"
+        inside = routed or ("router" in defs and name not in ("shared", "experts"))
         yield from _find_matrices(entry, _under(path, name), inside)
 
 
@@ -215,15 +218,19 @@ def _under(path: str, name: str) -> str:
 
 
 def _num_inputs(w: ParamDef) -> int | None:
-    """How many dims of a matrix, after the stacked one, are its inputs'; None: it is none."""
-    axes = w.axes[w.axes[:1] == (_STACKED,) :]
+    """How many dims of a matrix, after the stacked ones, are its inputs'; None: it is none."""
+    axes = w.axes[_num_stacked(w) :]
     if len(axes) < 2 or _STREAM not in (axes[0], axes[-1]):
         return None
     return 1 if axes[0] == _STREAM else len(axes) - 1
 
 
+def _num_stacked(w: ParamDef) -> int:
+    return sum(axis in _STACKED for axis in w.axes)
+
+
 def _adapter(w: ParamDef, lora: LoRA) -> Adapter:
-    stacked, inputs = int(w.axes[0] == _STACKED), _num_inputs(w)
+    stacked, inputs = _num_stacked(w), _num_inputs(w)
     assert inputs is not None
     cut = stacked + inputs
     size = math.prod(w.shape[stacked:cut])
@@ -291,7 +298,8 @@ def defs_in(defs: tree.Tree, lora: LoRA | None, paths: Iterable[str]) -> tree.Tr
         fix = "set it in the run's config.toml to the rank that it was trained with"
         title = "the configuration is not that of the checkpoint"
         refuse(title, "lora_rank", "0, for a checkpoint with adapters", "their rank", fix)
-    return _add_adapters(defs, lora)  # as it was made, whatever its targets name besides
+    # as it was made, whatever its targets name besides
+    return _add_adapters(defs, replace(lora, targets=tuple(drop_routed(lora.targets, defs))))
 
 
 def plain(value: tree.Tree) -> tree.Tree:

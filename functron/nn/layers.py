@@ -62,6 +62,7 @@ class Adapter(NamedTuple):
         a: ``[*in, rank]``, its leading dims split as w's are.
         b: ``[rank, *out]``, its other dims split as w's are.
         scale: a scalar; a tensor, so that parameters say by themselves what they compute.
+        All three of experts have a leading dim of experts, split as w's is.
     """
 
     a: Any

@@ -1,6 +1,6 @@
 """Low-rank adapters: the dense W + s A B, on every mesh; frozen leaves stay; merged at the end."""
 
-import fnmatch
+import functools
 import math
 import re
 import shutil
@@ -19,9 +19,13 @@ from functron.spmd.params import abstract_params
 from functron.training.config import TrainConfig, configure, dump, load
 from functron.training.convert import convert
 from functron.training.records import read
-from functron.training.run import prepare
-from functron.training.setup import make_setup
+from functron.training.run import prepare, programs
+from functron.training.setup import RunSetup, make_setup
 from functron.training.train import train
+from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL
+from tests.training.test_rooms import CONFIG as EXPERT_RUN
+from tests.training.test_rooms import assert_equal as assert_same_step
+from tests.training.test_rooms import biased, draw_batch
 
 CONFIG = gpt.GPTConfig(
     vocab_size=256, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24,
@@ -343,14 +347,15 @@ def test_only_targets_are_adapted():
     assert found == {"blocks/attention/q", "blocks/mlp/up"}
 
 
-def test_of_experts_only_the_shared_one_is_adapted():
+def test_of_layers_of_experts_those_and_the_shared_one_are_adapted():
     model = gpt.PRESETS["deepseek-v3-tiny"]
-    targets = ("blocks/attention/*", "blocks/moe/shared/*", "mtp/proj")
+    layers = ("blocks/moe/experts/*", "blocks/moe/shared/*")
+    targets = ("blocks/attention/*", *layers, "mtp/proj")
     defs = lora.lora_defs(gpt.defs(model), lora.LoRA(4, targets=targets))
     adapted = {path.split("/lora/")[0] for path in tree.paths(defs) if "/lora/" in path}
-    shared = {f"blocks/moe/shared/{name}" for name in ("up", "gate", "down")}
+    own = {layer.replace("*", name) for layer in layers for name in ("up", "gate", "down")}
     attention = {f"blocks/attention/{name}" for name in ("q_down", "kv_down", "out")}
-    assert adapted == shared | attention | {"mtp/proj"}
+    assert adapted == own | attention | {"mtp/proj"}
     left = lora.unadapted(gpt.defs(model), lora.LoRA(4, targets=targets))
     assert left == ["blocks/attention/q_up", "blocks/attention/kv_up"]
 
@@ -358,27 +363,130 @@ def test_of_experts_only_the_shared_one_is_adapted():
 @pytest.mark.parametrize(
     ("name", "target", "fix"),
     [
-        ("deepseek-v3-tiny", "blocks/moe/*", "write blocks/moe/shared/* for"),
-        ("deepseek-v3-tiny", "blocks/moe/experts/up", "leave it out"),
-        ("mixtral-tiny", "blocks/*", "write blocks/attention/* for"),
+        ("deepseek-v3-tiny", "blocks/moe/*", "write blocks/moe/experts/*,blocks/moe/shared/* for"),
+        ("mixtral-tiny", "blocks/*", "write blocks/attention/*,blocks/moe/experts/* for"),
         ("mixtral-tiny", "*/router", "leave it out"),
     ],
 )
-def test_targets_that_name_routed_experts_are_refused(name, target, fix):
+def test_targets_that_name_routers_are_refused(name, target, fix):
     """They multiply their matrices themselves; every matrix that is named is told."""
     model = gpt.PRESETS[name]
     wrong = lora.LoRA(4, targets=("blocks/attention/*", target))
-    named = {
-        path.removesuffix("/w")
-        for path in tree.paths(gpt.defs(model))
-        if path.endswith("/w") and fnmatch.fnmatch(path.removesuffix("/w"), target)
-    }
-    named = {path for path in named if "/experts/" in path or path.endswith("router")}
-    with pytest.raises(ValueError, match="routers and the experts") as caught:
+    with pytest.raises(ValueError, match="other than routers") as caught:
         lora.lora_defs(gpt.defs(model), wrong)
-    assert named
-    assert all(path in str(caught.value) for path in named)
+    assert "blocks/moe/router" in str(caught.value)
     assert f"fix: {fix}" in str(caught.value)
+
+
+assert DEEPSEEK.moe is not None
+EXPERTS = {name: biased(**more) for name, more in (("plain", {}), ("latent", {"latent_dim": 12}))}
+EXPERTS["fused, shared"] = replace(
+    DEEPSEEK, vocab_size=24, fused_projections=True, moe=replace(DEEPSEEK.moe, balance_bias=False)
+)
+# (mesh, what differs)
+EXPERT_ROWS = [
+    ("ep=2", {}),
+    ("ep=4", {"expert_room": 1.0, "reruns": True}),
+    ("ep=2,tp=2", {"sequence_parallel": True}),
+    ("ep=2,tp=2", {"sequence_parallel": True, "expert_axes": "ep,tp", "expert_room": 1.0}),
+    ("fsdp=2,ep=2", {"gather": "use", "remat": "full"}),
+    ("dp=2,ep=2", {"zero": 2, "expert_room": 1.0}),
+    ("pp=2,ep=2", {"schedule": "1f1b", "expert_room": 1.0}),
+    ("pp=2,ep=2", {"schedule": "zb-h1"}),
+]
+
+
+def adapted_experts(name, **fields):
+    return configure(
+        EXPERT_RUN, gpt=EXPERTS[name], lora_rank=RANK, lora_alpha=ALPHA,
+        lora_targets="blocks/attention/out,blocks/moe/experts/*", **fields,
+    )  # fmt: skip
+
+
+def merged_by_hand(params: dict) -> dict:
+    """W + s A B of every expert, written out, with the subscripts of gate and up apart or joined."""
+    made = lora.plain(params)
+    block = params["blocks"]
+    added = torch.einsum("lhdr,lro->lhdo", *block["attention"]["out"]["lora"][:2])
+    out = block["attention"]["out"]["w"] + ALPHA / RANK * added
+    made["blocks"]["attention"]["out"]["w"] = out
+    for part, layer in block["moe"]["experts"].items():
+        rows = []
+        for a, b, w in zip(*layer["lora"][:2], layer["w"], strict=True):
+            each = [x @ y.flatten(1) for x, y in zip(a, b, strict=True)]
+            rows.append(w + ALPHA / RANK * torch.stack(each).view_as(w))
+        made["blocks"]["moe"]["experts"][part]["w"] = torch.stack(rows)
+    return made
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_adapted_experts_are_those_of_the_dense_sum(name):
+    """Each expert has W + s A B of its own: values, every gradient, and what is merged."""
+    config = adapted_experts(name)
+    params, data = begun(make_setup(config, Mesh()).whole_defs), draw_batch("even")
+    assert params["blocks"]["moe"]["experts"]["down"]["lora"].scale.dim() == 2
+    chosen, frozen = tree.partition(params, lora.trainable(params))
+    leaves, structure = tree.flatten(chosen)
+
+    def mine(leaves):
+        return gpt.loss(config.gpt, tree.join(tree.unflatten(structure, leaves), frozen), data)
+
+    def reference(leaves):
+        full = merged_by_hand(tree.join(tree.unflatten(structure, leaves), frozen))
+        return gpt.loss(config.gpt, full, data)
+
+    close(mine(leaves), reference(leaves))
+    for got, want in zip(ft.grad(mine)(leaves), torch.func.grad(reference)(leaves), strict=True):
+        assert want.abs().max() > 1e-6
+        close(got, want)
+    close(tree.leaves(lora.merge(params)), tree.leaves(merged_by_hand(params)))
+
+
+def test_files_have_the_merged_experts(tmp_path):
+    model = replace(MIXTRAL, dtype="float32")
+    defs = lora.lora_defs(gpt.defs(model), LoRA(RANK, ALPHA, ("blocks/moe/experts/*",)))
+    params = begun(defs)
+    hub.save(tmp_path / "hf", model, params)
+    loaded = hub.load(tmp_path / "hf", model)
+    for got, want in zip(tree.leaves(loaded), tree.leaves(lora.merge(params)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(*(x["blocks"]["moe"]["experts"]["up"]["w"] for x in (loaded, params)))
+
+
+@functools.cache
+def dense_step(name: str):
+    return step_of_experts(name, "", 2)
+
+
+def step_of_experts(name, mesh, layers, **fields):
+    config = adapted_experts(name, mesh=mesh, **fields)
+    made = make_setup(config, Mesh.parse(mesh))
+    before = begun(made.whole_defs)
+    state, (step, _) = made.init(random.key(0), tree.map(torch.clone, before)), programs(made)
+    state, metrics = step(state, draw_batch("even"))
+    return tree.map(torch.sub, state.params, before), [metrics]
+
+
+@pytest.mark.pairwise(
+    of=lambda name, row, compiled: [{"row": row}, {"name": name}, {"c": compiled}]
+)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("row", range(len(EXPERT_ROWS)))
+@pytest.mark.parametrize("name", EXPERTS)
+def test_every_mesh_trains_the_same_adapters_of_experts(name, row, compiled, monkeypatch):
+    mesh, fields = EXPERT_ROWS[row]
+    if compiled:  # traced as compiled ones are, and run without a compiler
+        monkeypatch.setattr(RunSetup, "jit_settings", property(lambda _: {"backend": "eager"}))
+    reruns = fields.get("reruns", False)
+    fields = {key: value for key, value in fields.items() if key != "reruns"}
+    got = step_of_experts(name, mesh, 2, compile=compiled, **fields)
+    assert_same_step(got, dense_step(name))
+    moved = {
+        path for path, x in zip(tree.paths(got[0]), tree.leaves(got[0]), strict=True) if x.any()
+    }
+    assert any("experts" in path for path in moved)
+    assert all("/lora/" in path for path in moved)
+    assert not reruns or got[1][0]["reruns"] > 0
 
 
 def test_checkpoints_whose_targets_named_experts_are_read():
@@ -412,7 +520,10 @@ def test_a_run_whose_targets_named_experts_goes_on(tmp_path, capsys):
     assert load(file).lora.targets == now
     line += ["--lora-targets", old, "--out", str(tmp_path / "new")]
     assert main(line) == 2
-    assert "write blocks/moe/shared/* for the other layers" in capsys.readouterr().err
+    assert (
+        "write blocks/moe/experts/*,blocks/moe/shared/* for the other layers"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_checkpoint_of_adapters_without_their_rank_is_refused(finished):

@@ -47,6 +47,7 @@ from functron.nn.layers import (
     MATMUL,
     SEQ_DIM,
     Activation,
+    Adapter,
     Matmul,
     apart,
     gather_sequence,
@@ -175,7 +176,8 @@ def experts(
     """y = act(x up) down, or (act(x gate) * (x up)) down, by the expert of each row.
 
     Args:
-        params: this rank's part of `expert_defs`.
+        params: this rank's part of `expert_defs`; a layer may have an `Adapter` of each expert,
+            whose two products are grouped as well.
         rows: sorted by expert.
         sizes: int64, how many rows each of this rank's experts has.
         activation: one of `ACTIVATIONS`, or "clamped_swiglu" for gated experts.
@@ -200,7 +202,7 @@ def experts(
     def linear(name: str) -> Tensor:
         layer = params[name]
         if name == "gate_up":
-            layer = {key: leaf.flatten(-2) for key, leaf in layer.items()}
+            layer = {key: _join_pieces(leaf) for key, leaf in layer.items()}
         # between the first and the last product, rows of no expert may hold anything
         return _apply_linear(matmul, where, name, layer, rows=rows, sizes=sizes, zeros=False)
 
@@ -208,7 +210,7 @@ def experts(
     if gate is None:
         assert up is not None
         hidden = ACTIVATIONS[cast(Activation, activation)](up)
-    elif matmul is MATMUL and kernels.takes("glu", gate, up):
+    elif "lora" not in params["down"] and matmul is MATMUL and kernels.takes("glu", gate, up):
         y = glu_linear(gate, up, params["down"]["w"], activation, sizes)
         return _add_bias(y, params["down"], sizes, parts)
     else:
@@ -232,7 +234,17 @@ def _apply_linear(
 ) -> Tensor:
     own = {"name": f"experts/{name}", **where}
     y = matmul.grouped(rows, layer["w"], sizes, zeros, zeros_back, **own)
+    if "lora" in layer:
+        a, b, scale = layer["lora"]
+        narrow = grouped_matmul(rows, a, sizes, False, zeros_back)
+        b = b * scale.to(b.dtype)[:, None, None]
+        y = y + grouped_matmul(narrow, b, sizes, zeros, False)
     return _add_bias(y, layer, sizes, parts, zeros)
+
+
+def _join_pieces(leaf: Any) -> Any:
+    """``[E, in, 2, width]`` as ``[E, in, 2 * width]``; of an adapter its b."""
+    return leaf._replace(b=leaf.b.flatten(-2)) if isinstance(leaf, Adapter) else leaf.flatten(-2)
 
 
 def _add_bias(y: Tensor, layer: dict, sizes: Tensor, parts: int, zeros: bool = True) -> Tensor:
