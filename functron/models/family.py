@@ -151,8 +151,8 @@ _GPT_FREE = (
     "mtp_detached", "fused_projections", "fp32_residual",
 )  # fmt: skip
 MOE_FREE = (
-    "aux_loss", "aux", "z_loss", "balance_rate", "jitter", "router_dtype", "dispatch",
-    "capacity_factor", "capacity_over", "drop",
+    "aux_loss", "aux", "z_loss", "balance_by", "balance_rate", "balance_decay", "jitter",
+    "router_dtype", "dispatch", "capacity_factor", "capacity_over", "drop",
 )  # fmt: skip
 """Fields of `MoEConfig` that are of training."""
 

@@ -365,6 +365,7 @@ def upcycled_config(dense: GPTConfig, moe: MoEConfig) -> GPTConfig:
         moe.num_experts, moe.top_k, moe.expert_dim,
         score=moe.score, normalise=moe.normalise, renormalise=moe.renormalise,
         router_bias=moe.router_bias, balance_bias=moe.balance_bias, balance_rate=moe.balance_rate,
+        balance_by=moe.balance_by, balance_decay=moe.balance_decay,
         expert_bias=dense.bias, router_dtype=moe.router_dtype,
     )  # fmt: skip
     sums_to_one = moe.normalise == "after" or moe.renormalise

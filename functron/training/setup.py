@@ -27,6 +27,7 @@ from functron.models.decoder import with_histories
 from functron.models.family import Family
 from functron.models.lora import lora_defs, trainable
 from functron.models.options import ModelOptions
+from functron.nn.moe import MoEConfig
 from functron.nn.moe.room import room_at_least
 from functron.ops import use
 from functron.ops.nvrtc import Defines, KernelSource, names, read, variants_of
@@ -478,7 +479,7 @@ class RunSetup:
         else:
             if moe is not None and moe.balance_bias:
                 some = tree.partition(weights, kept)[0]
-                made = optim.where(some, made, optim.sign_sgd(moe.balance_rate))
+                made = optim.where(some, made, _balance_rule(moe))
             made = made if all(tree.leaves(kept)) else optim.only(made, kept, remember)
         return optim.with_limit(made, of=weights) if config.limits_updates else made
 
@@ -803,6 +804,17 @@ class RunSetup:
 
 
 _FUSED = "queries with keys and values, gates with what they multiply"
+
+
+def _balance_rule(moe: MoEConfig) -> optim.GradientTransformation:
+    """The rule of biases that balance the load of experts; see `functron.nn.moe.auxiliary`."""
+    if moe.balance_by == "sign":
+        return optim.sign_sgd(moe.balance_rate)
+    new = 1 - moe.balance_decay
+    return optim.stateless(
+        lambda updates, params: tree.map(lambda beta, bias: -new * (beta + bias), updates, params),
+        elementwise=True,
+    )
 
 
 def _shares_key_heads(made: RunSetup) -> bool:

@@ -78,6 +78,9 @@ MODELS = {
         ),
     ),
     "fused": replace(CAPACITY, fused_projections=True),
+    "quantile": replace(
+        MIXTRAL, moe=replace(MIXTRAL.moe, balance_bias=True, balance_by="quantile")
+    ),
     "ahead-repeated": replace(DEEPSEEK, num_layers=2, mtp_depth=2, mtp_repeated=True),
     "ahead-detached": replace(DEEPSEEK, num_layers=2, mtp_depth=2, mtp_detached=True),
 }

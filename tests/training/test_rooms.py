@@ -45,6 +45,7 @@ MODELS = {
         capacity_factor=1.75, shared_dim=8, shared_gate=True, latent_dim=12, renormalise=False
     ),
     "gather": biased(dispatch="gather"),
+    "quantile": biased(balance_bias=True, balance_by="quantile", balance_decay=0.25),
 }
 FOLDED = {"sequence_parallel": True, "expert_axes": "ep,tp"}
 ROWS = [

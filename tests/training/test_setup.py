@@ -14,6 +14,7 @@ import torch
 from functron import checkpoint, random, tree
 from functron.data import tokenizer
 from functron.models import gpt
+from functron.nn.moe import MoEConfig
 from functron.optim import OptimizerConfig
 from functron.optim import config as optim_config
 from functron.spmd import BoundMesh, Mesh, P, Uneven
@@ -22,7 +23,7 @@ from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, dump, with_model
 from functron.training.resume import restore_state
 from functron.training.run import prepare
-from functron.training.setup import make_setup
+from functron.training.setup import _balance_rule, make_setup
 from tests.data.chats import make_tokenizer
 
 COUNTED = {
@@ -241,3 +242,13 @@ def test_uneven_splits_are_made_where_they_are_asked_for():
 def test_uneven_splits_that_do_nothing_or_cannot_be_are_refused(settings, match):
     with pytest.raises(ValueError, match=match):
         validate(configure(**ODD, **settings))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.75])
+def test_biases_follow_quantiles(decay):
+    """b becomes decay b - (1 - decay) beta, with nothing of the optimizer's own."""
+    rule = _balance_rule(MoEConfig(balance_bias=True, balance_by="quantile", balance_decay=decay))
+    beta, bias = (torch.tensor(x, dtype=torch.float64) for x in ([0.5, -0.5], [2.0, 4.0]))
+    updates, _ = rule.update({"b": beta}, rule.init({"b": bias}), {"b": bias})
+    want = decay * bias - (1 - decay) * beta
+    torch.testing.assert_close(bias + updates["b"], want, rtol=1e-15, atol=1e-15)

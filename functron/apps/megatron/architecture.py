@@ -497,9 +497,16 @@ def _read_balance(reading: Reading) -> dict[str, Any]:
     if kind == "none":
         reading.note("gpt.moe.aux_loss", "moe_router_load_balancing_type")
         return {}
+    decay = reading.take("moe_router_quantile_balancing_ema", "gpt.moe.balance_decay")
+    if kind == "quantile_balancing":
+        why = "ours ranks experts by scores, and takes quantiles of each sequence; Megatron-LM by "
+        why += "logits, and those of a rank's microbatch"
+        reading.note("gpt.moe.balance_by", "moe_router_load_balancing_type", why=why)
+        return {"balance_bias": True, "balance_by": "quantile", "balance_decay": decay}
     if kind not in (*_BALANCE, "global_aux_loss") or len(weights) != 1:
         name = "moe_router_load_balancing_type" if len(kinds) != 1 else "moe_aux_loss_coeff"
-        wanted = "one of aux_loss, seq_aux_loss, global_aux_loss, sinkhorn and none, and one weight"
+        wanted = "one of aux_loss, seq_aux_loss, global_aux_loss, sinkhorn, quantile_balancing and "
+        wanted += "none, and one weight"
         reading.refuse(name, wanted, "a router of your own: ModelOptions(router=...)")
         return {}
     reading.note("gpt.moe.aux_loss", "moe_aux_loss_coeff")

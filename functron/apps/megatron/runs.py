@@ -659,7 +659,9 @@ def write_architecture(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]:
             "moe_router_group_topk": moe.top_groups if grouped else None,
             "moe_layer_freq": [0] * c.dense_layers + [1] * (c.num_layers - c.dense_layers)
             if c.dense_layers else 1,
-            "moe_router_load_balancing_type": kinds[moe.aux] if moe.aux_loss else "none",
+            "moe_router_load_balancing_type": kinds[moe.aux] if moe.aux_loss
+            else "quantile_balancing" if moe.balance_by == "quantile" else "none",
+            "moe_router_quantile_balancing_ema": moe.balance_decay,
             "moe_aux_loss_coeff": moe.aux_loss,
             "moe_router_pre_softmax": moe.score == "softmax" and not _sums_to_one(moe),
             "moe_shared_expert_intermediate_size": moe.shared_dim or None,

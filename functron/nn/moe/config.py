@@ -20,6 +20,7 @@ GroupScore = Literal["top2", "max"]
 RoutingKind = Literal["top_k", "expert_choice", "sinkhorn"]
 Drop = Literal["position", "probability"]
 Balance = Literal["sequence", "batch"]
+BalanceRule = Literal["sign", "quantile"]
 RouterDtype = Literal["float32", "float64"]
 ExpertDispatch = Literal["alltoall", "gather"]
 
@@ -41,8 +42,18 @@ MOE_NEEDS: Needs = MappingProxyType(
         "sinkhorn_steps": Need(
             lambda c: c.routing == "sinkhorn", "routing by sinkhorn", "set routing to sinkhorn"
         ),
-        "balance_rate": Need(
+        "balance_by": Need(
             lambda c: c.balance_bias, "a bias that balances the load", "set balance_bias"
+        ),
+        "balance_rate": Need(
+            lambda c: c.balance_bias and c.balance_by == "sign",
+            "a bias that moves against the load by its sign",
+            "set balance_bias, with balance_by at sign",
+        ),
+        "balance_decay": Need(
+            lambda c: c.balance_bias and c.balance_by == "quantile",
+            "a bias that follows quantiles of scores",
+            "set balance_bias, and balance_by to quantile",
         ),
         "drop": Need(
             lambda c: c.capacity_factor > 0 and c.routing != "expert_choice",
@@ -98,7 +109,12 @@ class MoEConfig:
         router_bias: a bias on the logits.
         balance_bias: a bias on the scores, in choosing alone, that moves against the load (Wang et
             al. 2024, "auxiliary-loss-free"; DeepSeek-V3, eq. 16). Weights do not have it.
-        balance_rate: how far that bias moves in a step.
+        balance_by: how: by the ``"sign"`` of an expert's excess of tokens; or to the
+            ``"quantile"`` of its scores at which it would have its part of the tokens (Su 2026,
+            "optimal allocation"; Megatron-LM's ``quantile_balancing``), of each sequence by itself
+            and averaged over the batch, so that ranks and microbatches change nothing.
+        balance_rate: how far that bias moves in a step, by its sign.
+        balance_decay: how much of that bias stays in a step, by quantiles; the rest is new.
         jitter: the router's input is multiplied by uniform numbers of 1 - jitter to 1 + jitter
             (Fedus et al. 2021). The input of the experts is not.
         capacity_factor: an expert computes at most ceil(factor * tokens * top_k / num_experts) of
@@ -137,7 +153,9 @@ class MoEConfig:
     sinkhorn_steps: int = 8
     router_bias: bool = False
     balance_bias: bool = False
+    balance_by: BalanceRule = "sign"
     balance_rate: float = 1e-3
+    balance_decay: float = 0.9
     jitter: float = 0.0
     capacity_factor: float = 0.0
     capacity_over: Balance = "sequence"
@@ -178,8 +196,9 @@ class MoEConfig:
                 yield Problem(name, str(value), "a number of at least 0", fix)
         if not 0 < self.scale < math.inf:
             yield Problem("scale", str(self.scale), "a positive number", "1 leaves weights alone")
-        if not 0 <= self.jitter < 1:
-            yield Problem("jitter", str(self.jitter), "at least 0 and below 1")
+        for name in ("jitter", "balance_decay"):
+            if not 0 <= getattr(self, name) < 1:
+                yield Problem(name, str(getattr(self, name)), "at least 0 and below 1")
 
     def _misfits(self) -> Iterator[Problem]:
         """Sizes that are fine one by one and do not fit together."""
@@ -213,6 +232,12 @@ class MoEConfig:
             wanted = "a positive number, for which the tokens of a batch compete"
             fix = "set capacity_factor, or capacity_over='sequence'"
             yield Problem("capacity_factor", "0 with capacity_over='batch'", wanted, fix)
+        if self.balance_by == "quantile" and self.num_groups > 1:
+            wanted = "1 with balance_by='quantile', which compares an expert with all others"
+            yield Problem("num_groups", str(self.num_groups), wanted, "use balance_by='sign'")
+        if self.balance_by == "quantile" and self.top_k == self.num_experts:
+            wanted = "fewer than num_experts with balance_by='quantile'"
+            yield Problem("top_k", str(self.top_k), wanted, "leave out what balances: all do all")
         if self.shared_gate and not self.shared_dim:
             wanted = "the width of the shared expert that is gated"
             yield Problem("shared_dim", "0 with shared_gate=True", wanted, "set shared_dim")

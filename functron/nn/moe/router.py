@@ -706,6 +706,16 @@ def auxiliary(
     step divides: sums of these integers over ranks and microbatches are exact in float32 below
     2^24, so that the sign is 0 on every mesh where loads are equal.
 
+    Under `balance_by` "quantile" the derivative is scaled as the loss is, and divided by the number
+    of targets the mean over sequences, by their tokens, of beta_e - mean(beta): with n tokens that
+    count in the sequence, scores s, the bias b, and alpha_t the (k + 1)-th largest of s_t + b,
+    beta_e is the value of s_te - alpha_t that floor(n k / E) tokens exceed. So many tokens would
+    choose expert e if its bias were -beta_e. The rule is b = decay b - (1 - decay) beta (Su 2026,
+    https://kexue.fm/archives/11619: a step of coordinate descent on the dual of the assignment that
+    maximises the sum of scores under equal loads; Megatron-LM's qb_dual_update, there of each
+    rank's microbatch). Modules that predict further ahead have fewer targets, and the mean is with
+    zeros for the others.
+
     Args:
         params: this rank's `router_defs`.
         counted: tokens with a target.
@@ -715,8 +725,9 @@ def auxiliary(
     Returns:
         A scalar, whose psum over the data and context axes is the term. Collectives: for the load-
         balancing loss one all-reduce of ``[batch, experts]`` or ``[experts]`` integers over the
-        axes that split what it balances; under sequence parallelism one of a scalar. In backward
-        the latter alone.
+        axes that split what it balances; by quantiles one all-gather of scores ``[batch, seq,
+        experts]`` over those that split the sequence; under sequence parallelism one of a scalar.
+        In backward the latter alone.
     """
     zero = torch.zeros_like(routing.scores[..., 0]).sum()
     share = lax.stop_gradient(zero)
@@ -726,7 +737,8 @@ def auxiliary(
         lse = routing.logits.logsumexp(-1)
         share = share + config.z_loss * torch.where(counted, lse.square(), 0).sum()
     if "balance" in params:
-        share = share + _balance_term(params["balance"], routing, config, counted, stream)
+        term = _quantile_term if config.balance_by == "quantile" else _balance_term
+        share = share + term(params["balance"], routing, config, counted, stream)
     return over_context(share, stream)
 
 
@@ -777,3 +789,19 @@ def _balance_term(
 
     counts = zero if compat.pushing_forward() else custom_vjp(zero, forward, backward)
     return counts(balance, excess).to(routing.scores.dtype)
+
+
+def _quantile_term(
+    balance: Tensor, routing: Routing, config: MoEConfig, counted: Tensor, stream: P
+) -> Tensor:
+    """0, with the derivative by `balance` in `auxiliary`: sums over sequences of n beta."""
+    scores, bias = lax.stop_gradient((routing.scores, balance.to(routing.scores.dtype)))
+    alpha = (scores + bias).topk(config.top_k + 1, dim=-1).values[..., -1:]
+    above = torch.where(counted.unsqueeze(-1), scores - alpha, -math.inf)
+    tokens = lax.psum(counted.sum(SEQ_DIM), sequence_axes(stream))
+    above = torch.sort(_gather_whole(above, stream), dim=SEQ_DIM, descending=True).values
+    part = (tokens * config.top_k // config.num_experts).view(-1, 1, 1)
+    beta = above.gather(SEQ_DIM, part.expand(-1, 1, above.shape[-1])).squeeze(SEQ_DIM)
+    beta = torch.where(tokens.unsqueeze(-1) > 0, beta - beta.mean(-1, keepdim=True), 0.0)
+    here = (counted.sum(SEQ_DIM).unsqueeze(-1) * beta).sum(0).to(balance.dtype)
+    return ((balance - lax.stop_gradient(balance)) * here).sum().to(routing.scores.dtype)

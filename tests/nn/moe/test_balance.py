@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import functron as ft
 from functron import DATA_AXES, P, lax, tree
+from functron.nn.layers import sequence_axes
 from functron.nn.moe import MoEConfig, auxiliary, route
 from functron.spmd.mesh import CONTEXT_AXES
 
@@ -243,6 +244,94 @@ def test_steps_of_the_bias_even_the_load(randn, configs):
         step = config.balance_rate * excess(weights).sign()
         weights = {**weights, "balance": weights["balance"] - step}
     assert excess(weights).abs().max() < 0.3 * first
+
+
+QUANTILES = {
+    "sigmoid": MoEConfig(
+        num_experts=EXPERTS, top_k=3, expert_dim=4, score="sigmoid", balance_bias=True,
+        balance_by="quantile",
+    ),
+    "softmax": MoEConfig(
+        num_experts=EXPERTS, top_k=1, expert_dim=4, balance_bias=True, balance_by="quantile"
+    ),
+}  # fmt: skip
+
+
+def quantiles_by_hand(scores, bias, counted, k) -> torch.Tensor:
+    """Su 2026's dual variables, of each sequence by itself: the mean weighted by tokens."""
+    total, weights = torch.zeros(EXPERTS, dtype=torch.float64), 0
+    for sample, mask in zip(scores, counted, strict=True):
+        rows = [row for row, counts in zip(sample.tolist(), mask.tolist(), strict=True) if counts]
+        if not rows:
+            continue
+        alphas = [sorted((s + b for s, b in zip(row, bias, strict=True)), reverse=True)[k]
+                  for row in rows]  # fmt: skip
+        beta = []
+        for expert in range(EXPERTS):
+            margins = sorted(
+                (r[expert] - a for r, a in zip(rows, alphas, strict=True)), reverse=True
+            )
+            beta.append(margins[len(rows) * k // EXPERTS])
+        centred = torch.tensor([each - sum(beta) / EXPERTS for each in beta], dtype=torch.float64)
+        total, weights = total + len(rows) * centred, weights + len(rows)
+    return total / max(weights, 1)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", QUANTILES)
+def test_quantiles_of_scores(params, randn, layout, name, mask):
+    """The derivative is the mean over sequences, on every mesh."""
+    config = QUANTILES[name]
+    weights, x = params(config), randn(BATCH, SEQ, EMBED)
+    counted = torch.tensor(MASKS[mask], dtype=torch.bool)
+
+    def per_rank(params, x, rows, positions, counted):
+        def term(balance):
+            given = {**params, "balance": balance}
+            routing = route(given, x, config, stream=layout.stream, rows=rows, positions=positions)
+            share = auxiliary(given, routing, config, counted=counted, stream=layout.stream)
+            tokens = lax.psum(counted.sum(), (*DATA_AXES, *sequence_axes(layout.stream)))
+            return lax.psum(share, SUMMED) / tokens.clamp_min(1)
+
+        value, found = ft.value_and_grad(term)(params["balance"])
+        return value, ft.sync_gradients(found, P())
+
+    in_specs = (tree.map(lambda _: P(), weights), layout.stream, P(DATA_AXES))
+    in_specs = (*in_specs, layout.stream, layout.stream)
+    mapped = ft.shard_map(per_rank, layout.mesh, in_specs, (P(), P()))
+    given = (weights, x, ROWS, layout.positions, counted)
+    value, got = mapped(*given)
+    logits = x @ weights["w"]
+    scores = logits.sigmoid() if config.score == "sigmoid" else logits.softmax(-1)
+    want = quantiles_by_hand(scores, weights["balance"].tolist(), counted, config.top_k)
+    assert value == 0
+    assert want.abs().max() > 0.01 or mask == "none"
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_steps_by_quantiles_even_the_load(randn):
+    """Without decay a few steps do: of as many tokens as there are, each expert has its part."""
+    config = replace(QUANTILES["sigmoid"], top_k=2)
+    weights, x = {"w": randn(EMBED, EXPERTS), "balance": torch.zeros(EXPERTS)}, randn(1, 512, EMBED)
+    places = {"stream": P(), "rows": torch.arange(1), "positions": torch.arange(512)[None]}
+    counted = torch.ones(1, 512, dtype=torch.bool)
+
+    def taken(balance):
+        given = {**weights, "balance": balance}
+        routing = route(given, x + 1, config, **places)
+        load = routing.experts.flatten().bincount(minlength=EXPERTS)
+        share = lambda b: auxiliary({**given, "balance": b}, routing, config, counted=counted,
+                                    stream=P())  # fmt: skip
+        return load, torch.func.grad(share)(balance) / 512
+
+    balance, loads = weights["balance"], []
+    for _ in range(30):
+        load, beta = taken(balance)
+        loads.append(load)
+        balance = -beta
+    assert loads[0].max() > 2 * 128
+    assert loads[-1].max() < 1.1 * 128
 
 
 def test_against_transformers(params, randn, configs):

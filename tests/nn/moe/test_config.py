@@ -31,6 +31,13 @@ def unchecked():
         ({"aux_loss": -0.1}, "aux_loss: got -0.1; .* fix: 0 switches it off"),
         ({"z_loss": float("inf")}, "z_loss: got inf"),
         ({"balance_rate": -1.0}, "balance_rate: got -1.0"),
+        ({"balance_decay": 1.0}, "balance_decay: got 1.0; wanted at least 0 and below 1"),
+        ({"balance_by": "median"}, "balance_by: got 'median'"),
+        (
+            {"balance_by": "quantile", "num_groups": 2, "top_groups": 1},
+            "num_groups: got 2; wanted 1 with balance_by='quantile'.* fix: use balance_by='sign'",
+        ),
+        ({"balance_by": "quantile", "top_k": 8}, "top_k: got 8; wanted fewer than num_experts"),
         ({"shared_dim": -1}, "shared_dim: got -1"),
         ({"latent_dim": -1}, "latent_dim: got -1"),
         ({"scale": 0.0}, "scale: got 0.0; wanted a positive number"),
