@@ -112,9 +112,14 @@ def draw(seed: int) -> Case:
     both += maybe(0.15, "--lora-rank 2 --lora-targets blocks/attention/q,blocks/attention/out")
     if experts:
         both += maybe(0.1, "--lora-rank 2 --lora-targets */moe/experts/*")
-        both += maybe(0.4, "--gpt.moe.aux batch", "--gpt.moe.aux sequence")
         both += maybe(0.3, "--gpt.moe.balance-bias", "--gpt.moe.balance-bias --gpt.moe.score sigmoid"
                            " --gpt.moe.normalise before --gpt.moe.renormalise")  # fmt: skip
+        if "--gpt.moe.balance-bias" in both and model in ("mixtral-tiny", "qwen3-moe-tiny"):
+            both += maybe(0.5, "--gpt.moe.balance-by quantile")
+        kinds = ["batch", "sequence"]
+        if "--gpt.moe.balance-bias" not in both and model != "deepseek-v3-tiny":
+            kinds.append("global")
+        both += maybe(0.5, *(f"--gpt.moe.aux {kind}" for kind in kinds))
         both += maybe(0.3, "--gpt.moe.capacity-factor 1.25", "--gpt.moe.jitter 0.01",
                       "--gpt.moe.capacity-factor 1.25 --gpt.moe.capacity-over batch")  # fmt: skip
         both += maybe(0.2, "--gpt.moe.routing expert_choice --gpt.moe.aux-loss 0 "
@@ -134,6 +139,8 @@ def _effective(options: list[str]) -> list[str]:
     useless = set()
     if "--gpt.moe.capacity-factor" not in options or "expert_choice" in options:
         useless.add("--gpt.moe.drop")
+    if "expert_choice" in options:
+        useless.add("--gpt.moe.balance-by")
     if "--gpt.moe.aux-loss" in options:  # 0
         useless.add("--gpt.moe.aux")
     before = [None, *options]

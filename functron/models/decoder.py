@@ -25,7 +25,9 @@ from functron.core.typing import Float, Key, Scalar, Tensor
 from functron.models.config import GPTConfig
 from functron.models.options import (
     DEFAULTS,
+    LOAD,
     SAMPLE_AXES,
+    Batch,
     ModelOptions,
     Sequence,
     check_gathered,
@@ -219,6 +221,7 @@ class Layer:
         keys: four, of dropout after attention and after the feed-forward layer, of jitter, and of
             products that draw random numbers.
         index: the number of the layer in the model, int64; None where no hook asks for it.
+        load: the row of `Sequence.load` of a layer of experts; None: there is none.
     """
 
     config: GPTConfig
@@ -228,6 +231,7 @@ class Layer:
     window: int | Tensor
     keys: tuple[Tensor | None, ...]
     index: Tensor | None = None
+    load: Tensor | None = None
 
     def norm(self, weights: dict, name: str, x: Tensor) -> Tensor:
         """The norm of that name, of `norm_names`; x itself where the architecture has none."""
@@ -291,7 +295,7 @@ class Layer:
         """The feed-forward layer of the normed stream, or experts where `weights` have "moe"."""
         options = self.options
         if "moe" in weights:
-            own = (self.options, self.keys[2], self.matmul(weights))
+            own = (self.options, self.keys[2], self.matmul(weights), self.load)
             return _run_experts(self.config, weights["moe"], x, self.sequence, *own)
         hook, activation = options.hook("mlp"), self.config.activation
         given = {"stream": options.stream, "kernels": options.kernels}
@@ -366,8 +370,8 @@ def block(config: GPTConfig, sequence: Sequence, options: ModelOptions, gather: 
             drawn = random.fold_in(key, 3) if options.matmul.draws else None
             keys = (*random.split(key, 3).unbind(0), drawn)
         reach, rope = own.get("window", window), _select_rope(ropes, own)
-        index = own.get("layer")
-        return body(Layer(config, options, sequence, rope, reach, keys, index), weights, x)
+        rest = (own.get("layer"), own.get("load"))
+        return body(Layer(config, options, sequence, rope, reach, keys, *rest), weights, x)
 
     gathered = run_gathered(once, options, gather)
 
@@ -388,6 +392,7 @@ def _run_experts(
     options: ModelOptions,
     key: Tensor | None,
     matmul: nn.Matmul,
+    load: Tensor | None,
 ) -> tuple[Tensor, Auxiliary]:
     assert config.moe is not None
     tokens, targets, hook = sequence.tokens, sequence.targets, options.hook("router")
@@ -409,8 +414,18 @@ def _run_experts(
         kernels=options.kernels,
         matmul=matmul,
         router=None if hook is None else hook.apply,
+        load=load,
     )
     return y, Auxiliary(share, sums)
+
+
+def tell_load(batch: Batch, found: Details) -> Batch:
+    """`batch` with the load of its experts, as a first pass over all microbatches `found` it.
+
+    For `functron.transforms.informed`, under `nn.moe.MoEConfig.aux` "global".
+    """
+    load = found["routers"].load
+    return {**batch, LOAD: load.expand(batch["tokens"].shape[0], *load.shape)}
 
 
 def patterns(config: GPTConfig, device: torch.device, options: ModelOptions) -> dict[str, Tensor]:
@@ -543,6 +558,8 @@ def stream(
             layer = block(config, sequence, replace(options, matmul=matmul), gather)
             turns.append((len(list(run)), _with_stream_size(layer) if options.watch else layer))
         own = {what: rows[start:stop] for what, rows in differing.items()}
+        if sequence.load is not None and name == "blocks":
+            own["load"] = sequence.load[start - layers.start : stop - layers.start]
         xs = (weights[name], None if keys is None else keys[start:stop], own)
         with watched_scope(name):
             x, new = scan_in_turn(turns, x, xs, start - layers.start)
@@ -754,8 +771,10 @@ def _predict_ahead(
         made = block(config, here, inner, gather.at("block"))
         with watched_scope(depth):
             at = config.num_layers + depth
-            index = {"layer": compat.constant(at, x.device)} if _numbers_layers(options) else {}
-            y, auxiliary = made(_cast_to_stream(config, x), (rows[depth]["block"], own, index))
+            about = {"layer": compat.constant(at, x.device)} if _numbers_layers(options) else {}
+            if sequence.load is not None:
+                about["load"] = sequence.load[depth - config.mtp_depth]
+            y, auxiliary = made(_cast_to_stream(config, x), (rows[depth]["block"], own, about))
         return y.to(x.dtype), auxiliary
 
     losses, found = nn.multi_token(

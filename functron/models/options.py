@@ -104,6 +104,10 @@ class Context:
         return 2 if split and lax.axis_size("ulysses") % 2 else 1
 
 
+LOAD = "router_load"
+"""The entry of a batch with the `Sequence.load` of the whole one, repeated for each sample."""
+
+
 class Sequence(NamedTuple):
     """A rank's tokens in the order in which it computes: T of them, whole over tp.
 
@@ -117,6 +121,8 @@ class Sequence(NamedTuple):
         segments: int64 ``[B, T]``, the numbers of their documents; None: each sample is one.
         attend: ``(q, k, v, *, window, sinks, cap) -> out`` in place of attention among these
             tokens: with cached keys, for example.
+        load: int64 ``[routers, experts]``, the assignments of the whole batch to the experts of
+            each layer; None: they were not counted. See `functron.models.decoder.tell_load`.
     """
 
     tokens: Tensor
@@ -126,6 +132,7 @@ class Sequence(NamedTuple):
     positions: Tensor
     segments: Tensor | None
     attend: Callable | None = None
+    load: Tensor | None = None
 
     def core(
         self,
@@ -235,6 +242,7 @@ def arranged(batch: Batch, context: Context) -> Sequence:
         slots=slots,
         positions=given.get("positions", slots),
         segments=given.get("segments"),
+        load=batch[LOAD][0] if LOAD in batch else None,
     )
 
 

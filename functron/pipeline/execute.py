@@ -396,17 +396,24 @@ class _PipelinedLoss:
             value, grads = parts.value_and_grad(chosen, batch, *shared(aside, key, divisor))
             return (value[0], {"aux": value[1]}) if isinstance(value, tuple) else (value, {}), grads
 
-        def total(params, batch, key):
+        def forward(params, batch, key):
             chosen, aside = views.split(params, levels)
-            one = torch.ones((), device=key.device)
-            found = parts.forward(chosen, batch, *shared(aside, key, one))
+            one = torch.ones((), device=tree.leaves(batch)[0].device)
+            return parts.forward(chosen, batch, *shared(aside, key, one))
+
+        def total(params, batch, key):
+            found = forward(params, batch, key)
             return sum(x[0] if isinstance(x, tuple) else x for x in found)
+
+        def survey(params, batch, key):
+            return tree.map(lambda *parts: sum(parts), *(x[1] for x in forward(params, batch, key)))
 
         return BoundGradients(
             of,
             self.num_targets,
             levels[-1][0],
             total,
+            survey,
             num_microbatches=self.stages.schedule.num_microbatches,
             reduce_dtype=self.reduce_dtype,
             checks_sum=self.checks_sum,

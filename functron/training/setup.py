@@ -23,7 +23,7 @@ from functron.core.settings import Need
 from functron.data.context_schedule import SLACK
 from functron.models import gpt
 from functron.models.config import TextConfig
-from functron.models.decoder import with_histories
+from functron.models.decoder import tell_load, with_histories
 from functron.models.family import Family
 from functron.models.lora import lora_defs, trainable
 from functron.models.options import ModelOptions
@@ -81,6 +81,7 @@ from functron.transforms import (
     encoded,
     frozen,
     gathered_once,
+    informed,
     mean_gradients,
     retaken,
     scattered,
@@ -683,6 +684,10 @@ class RunSetup:
         compiled = self.is_compiled and not idle
         of = self._stages(watch, compiled=compiled) if self.is_pipelined else self._loss(watch)
         gradients = self._wrap_gradients(of)
+        several = self.config.parallelism.microbatches > 1
+        moe = self.config.gpt.moe if self.family.name == "gpt" else None
+        if moe is not None and moe.aux_loss and moe.aux == "global" and several:
+            gradients = informed(gradients, tell_load)
         if idle:
             gradients = without_targets(gradients)
         elif not self.reads_targets:

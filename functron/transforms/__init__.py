@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         encoded,
         frozen,
         gathered_once,
+        informed,
         mean_gradients,
         nesting_table,
         retaken,

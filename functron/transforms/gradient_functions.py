@@ -84,6 +84,8 @@ class BoundGradients:
         num_targets: ``batch`` to the number of terms in that sum, over all ranks.
         specs: of the gradients.
         total: ``(params, batch, key)`` to the sum of the losses, without gradients.
+        survey: ``(params, batch, key)`` to the auxiliary values alone, summed over microbatches,
+            without gradients; None where the loss has none.
         targets: whether batches have any. "read": their number is read on the host in every step,
             which waits for a GPU; "some" and "none": the caller knows, and nothing waits.
         num_microbatches: number of parts of each rank's batch.
@@ -103,6 +105,7 @@ class BoundGradients:
     num_targets: Callable[[tree.Tree], Any]
     specs: tree.Tree
     total: Callable[..., Any]
+    survey: Callable[..., tree.Tree] | None = None
     targets: Targets = "read"
     num_microbatches: int = 1
     reduce_dtype: torch.dtype | None = None
@@ -334,11 +337,19 @@ class _MeanLoss:
             with views.joined(*views.split(params, levels), levels) as given:
                 return self._losses(given, batch, key)[0]
 
+        def survey(params, batch, key):
+            def found(given, microbatch):
+                return self._losses(given, microbatch, key)[1]
+
+            with torch.no_grad(), views.joined(*views.split(params, levels), levels) as given:
+                return accumulate(found, self.num_microbatches)(given, batch)
+
         return BoundGradients(
             compute,
             self.num_targets,
             levels[-1][0],
             total,
+            survey if has_aux else None,
             num_microbatches=self.num_microbatches,
             reduce_dtype=self.reduce_dtype,
             dtype=later,
@@ -590,6 +601,40 @@ def retaken(
     return _with_change(g, "retaken", change)
 
 
+@public
+def informed(
+    g: GradientFunction, inform: Callable[[tree.Tree, tree.Tree], tree.Tree]
+) -> GradientFunction:
+    """`g`, whose microbatches know what a first pass over all of them found: one more forward.
+
+    >>> mean = ft.mean_gradients(lambda w, x, key: (w * x).sum(), torch.count_nonzero)
+    >>> informed(ft.accumulated(mean, 2), lambda batch, found: {**batch, "largest": found})
+    informed(accumulated(mean_gradients))
+
+    Args:
+        inform: ``(batch, aux) -> batch``, of this rank's batch and the auxiliary values summed over
+            all microbatches, those of a step's metrics. What it adds has a leading dim of samples,
+            as all entries of a batch.
+
+    Collectives: those of the loss, forward, once more.
+    """
+
+    def change(bound: BoundGradients) -> BoundGradients:
+        survey = bound.survey
+        if survey is None:
+            fix = "return (sum, aux), with has_aux=True"
+            refuse("nothing is found to inform by", "informed", "a sum alone", "aux values", fix)
+
+        def compute(params, batch, key, divisor):
+            with named_scope("survey"):
+                found = survey(params, batch, key)
+            return bound.compute(params, inform(batch, found), key, divisor)
+
+        return replace(bound, compute=compute)
+
+    return _with_change(g, "informed", change)
+
+
 def gather_parameters(params: tree.Tree, specs: tree.Tree, into: tree.Tree) -> tree.Tree:
     """The parameters gathered over the axes that `specs` mention and `into` does not.
 
@@ -627,7 +672,7 @@ def _with_view(g: GradientFunction, view: View) -> GradientFunction:
 _ORDER = ("encoded", "gathered_once", "frozen", "scattered", "accumulated")
 """The wrappers, in the order in which they stand around one another, outermost first."""
 
-_WHOLE = ("wrap_gradients", "with_targets", "without_targets", "retaken")
+_WHOLE = ("wrap_gradients", "with_targets", "without_targets", "retaken", "informed")
 """Those that change what is bound, in any order."""
 
 _REASONS: Mapping[str, str] = MappingProxyType({

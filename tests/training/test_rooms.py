@@ -45,6 +45,7 @@ MODELS = {
         capacity_factor=1.75, shared_dim=8, shared_gate=True, latent_dim=12, renormalise=False
     ),
     "gather": biased(dispatch="gather"),
+    "global": biased(aux="global"),
     "quantile": biased(balance_bias=True, balance_by="quantile", balance_decay=0.25),
 }
 FOLDED = {"sequence_parallel": True, "expert_axes": "ep,tp"}
@@ -152,6 +153,20 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_are_those_of_all_tokens(name, row, skew):
     check_step(name, row, skew)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_a_loss_over_the_global_batch(microbatches):
+    """However many microbatches there are, the load is that of one of all tokens."""
+    given = take_steps("global", "even", "", steps=1, microbatches=microbatches)
+    made = make_setup(configured("top-2", "", microbatches=1), Mesh())
+    state, (step, _) = begin(made, "even"), programs(made)
+    before = tree.map(torch.clone, state.params)
+    state, metrics = step(state, draw_batch("even"))
+    assert_equal(given, (tree.map(torch.sub, state.params, before), [metrics]))
+    if microbatches > 1:
+        apart = take_steps("top-2", "even", "", steps=1, microbatches=microbatches)
+        assert abs(apart[1][0]["loss"] / metrics["loss"] - 1) > 1e-6
 
 
 def compiled_factors(name, row, skew):

@@ -432,11 +432,13 @@ def parse_pattern(text: str) -> list[int] | int | None:
 
 # --- experts
 
-_BALANCE = MappingProxyType({"aux_loss": "batch", "seq_aux_loss": "sequence"})
+_BALANCE = MappingProxyType(
+    {"aux_loss": "batch", "seq_aux_loss": "sequence", "global_aux_loss": "global"}
+)
 _BALANCE_NOTES = MappingProxyType(
     {
         "aux_loss": "ours is over the microbatch of all ranks, Megatron-LM's over that of one",
-        "global_aux_loss": "ours is over a microbatch of all ranks, Megatron-LM's over the batch",
+        "global_aux_loss": "ours counts the whole batch first, Megatron-LM's microbatches so far",
     }
 )
 
@@ -503,14 +505,18 @@ def _read_balance(reading: Reading) -> dict[str, Any]:
         why += "logits, and those of a rank's microbatch"
         reading.note("gpt.moe.balance_by", "moe_router_load_balancing_type", why=why)
         return {"balance_bias": True, "balance_by": "quantile", "balance_decay": decay}
-    if kind not in (*_BALANCE, "global_aux_loss") or len(weights) != 1:
+    if kind not in _BALANCE or len(weights) != 1:
         name = "moe_router_load_balancing_type" if len(kinds) != 1 else "moe_aux_loss_coeff"
         wanted = "one of aux_loss, seq_aux_loss, global_aux_loss, sinkhorn, quantile_balancing and "
         wanted += "none, and one weight"
         reading.refuse(name, wanted, "a router of your own: ModelOptions(router=...)")
         return {}
     reading.note("gpt.moe.aux_loss", "moe_aux_loss_coeff")
-    return {"aux": _BALANCE.get(kind, "batch"), "aux_loss": weights[0]}
+    aux = _BALANCE[kind]
+    if aux == "global" and weights[0] and reading("moe_router_enable_expert_bias"):
+        aux, why = "batch", "of a microbatch, as a bias balances the global batch already"
+        reading.note("gpt.moe.aux", "moe_router_load_balancing_type", why=why)
+    return {"aux": aux, "aux_loss": weights[0]}
 
 
 def _read_capacity(reading: Reading) -> dict[str, Any]:

@@ -651,7 +651,7 @@ def write_architecture(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]:
         if c.rope_scaling is not None and c.rope_scaling.kind == "llama3":
             made |= {"use_rope_scaling": True, "rope_scaling_factor": c.rope_scaling.factor}
     if moe is not None:
-        kinds = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
+        kinds = {"batch": "aux_loss", "sequence": "seq_aux_loss", "global": "global_aux_loss"}
         made |= {theirs: getattr(moe, ours) for theirs, ours in MOE_FIELDS.items()}
         grouped = moe.num_groups > 1
         made |= {

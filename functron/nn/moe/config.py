@@ -20,6 +20,7 @@ GroupScore = Literal["top2", "max"]
 RoutingKind = Literal["top_k", "expert_choice", "sinkhorn"]
 Drop = Literal["position", "probability"]
 Balance = Literal["sequence", "batch"]
+LossBalance = Literal["sequence", "batch", "global"]
 BalanceRule = Literal["sign", "quantile"]
 RouterDtype = Literal["float32", "float64"]
 ExpertDispatch = Literal["alltoall", "gather"]
@@ -126,8 +127,13 @@ class MoEConfig:
             order of the sequence before the second ones (Lepikhin et al. 2020, algorithm 1), at
             each position of all samples; or by ``"probability"``: of the largest weights.
         aux_loss: weight of the load-balancing loss.
-        aux: balance over each ``"sequence"`` (DeepSeek-V3, eq. 17) or the ``"batch"``, which is a
-            microbatch over all ranks (Fedus et al. 2021, eq. 4).
+        aux: balance over each ``"sequence"`` (DeepSeek-V3, eq. 17); the ``"batch"``, which is a
+            microbatch over all ranks (Fedus et al. 2021, eq. 4); or the ``"global"`` batch, which
+            is all microbatches of all ranks (Qiu et al. 2025, "Demons in the Detail"). A run counts
+            the load of all microbatches first, by one more forward pass where there are several,
+            so that their number changes nothing. (Megatron-LM's ``global_aux_loss`` divides by a
+            running mean of the microbatches so far.) A loss of one's own is of one microbatch, or
+            takes the counts as `functron.models.decoder.tell_load` adds them to a batch.
         z_loss: weight of the router's squared log-normaliser (Zoph et al. 2022, eq. 5).
         shared_dim: hidden width of an expert of all tokens; 0 means none.
         shared_gate: multiply what that expert adds by a sigmoid of the token (Qwen2-MoE).
@@ -161,7 +167,7 @@ class MoEConfig:
     capacity_over: Balance = "sequence"
     drop: Drop = "position"
     aux_loss: float = 0.0
-    aux: Balance = "sequence"
+    aux: LossBalance = "sequence"
     z_loss: float = 0.0
     shared_dim: int = 0
     shared_gate: bool = False
@@ -232,6 +238,9 @@ class MoEConfig:
             wanted = "a positive number, for which the tokens of a batch compete"
             fix = "set capacity_factor, or capacity_over='sequence'"
             yield Problem("capacity_factor", "0 with capacity_over='batch'", wanted, fix)
+        if self.aux == "global" and self.aux_loss and self.balance_bias:
+            wanted = "'sequence' or 'batch': the bias balances the global batch already"
+            yield Problem("aux", "'global' with balance_bias", wanted, "use aux='sequence'")
         if self.balance_by == "quantile" and self.num_groups > 1:
             wanted = "1 with balance_by='quantile', which compares an expert with all others"
             yield Problem("num_groups", str(self.num_groups), wanted, "use balance_by='sign'")

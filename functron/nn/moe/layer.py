@@ -634,6 +634,7 @@ def moe(
     axis: str = "tp",
     router: Router | None = None,
     room: float | None = None,
+    load: Int[Tensor, " experts"] | None = None,
     kernels: Kernels = AUTO,
     matmul: Matmul = MATMUL,
 ) -> tuple[Float[Tensor, "batch seq embed"], Scalar, RouterSums | FilledSums]:
@@ -653,6 +654,7 @@ def moe(
         room: for how many rows a rank's experts have room, as a multiple of those that a rank
             sends, of `ROOMS`; 0: the worst case. None: that, and `FilledSums.fill` is not measured.
             Where that says that it was too small, all results are of no use.
+        load: of the global batch; see `auxiliary`.
         kernels: those of `route`, `dispatched`, `experts` and `nn.mlp`.
         matmul: computes the products of `experts` and `nn.mlp`; the router's is torch's.
 
@@ -675,10 +677,11 @@ def moe(
             kernels=kernels,
         )  # fmt: skip
         share = auxiliary(
-            params["router"], routing, config, counted=counted, stream=stream, kernels=kernels
-        )
+            params["router"], routing, config, counted=counted, stream=stream, load=load,
+            kernels=kernels,
+        )  # fmt: skip
     else:
-        inputs = RouterInput(x, config, counted, stream, rows, positions, key, kernels)
+        inputs = RouterInput(x, config, counted, stream, rows, positions, key, kernels, load)
         routing, share = route_by(router, params["router"], inputs)
         share = over_context(share, stream)
     narrow = x @ params["latent"]["down"]["w"] if config.latent_dim else x

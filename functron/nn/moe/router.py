@@ -257,6 +257,8 @@ class RouterInput(NamedTuple):
         counted: bool ``[batch, seq]``, tokens with a target: those that auxiliary terms are of.
         stream: the spec of the residual stream.
         rows, positions, key, kernels: as in `route`.
+        load: int64 ``[experts]``, the assignments of the whole batch to each expert, of a pass
+            before this one, under `aux` "global"; None: there was none.
     """
 
     x: Tensor
@@ -267,6 +269,7 @@ class RouterInput(NamedTuple):
     positions: Tensor
     key: Tensor | None
     kernels: Kernels
+    load: Tensor | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -693,6 +696,7 @@ def auxiliary(
     *,
     counted: Bool[Tensor, "batch seq"],
     stream: P,
+    load: Int[Tensor, " experts"] | None = None,
     kernels: Kernels = AUTO,
 ) -> Scalar:
     """This rank's share of what the layer adds to the loss.
@@ -720,6 +724,8 @@ def auxiliary(
         params: this rank's `router_defs`.
         counted: tokens with a target.
         stream: the spec of the residual stream.
+        load: the assignments of the global batch to each expert, which f is of under `aux`
+            "global"; None: of this microbatch, as under "batch".
         kernels: of ``"moe_router"``.
 
     Returns:
@@ -732,7 +738,9 @@ def auxiliary(
     zero = torch.zeros_like(routing.scores[..., 0]).sum()
     share = lax.stop_gradient(zero)
     if config.aux_loss:
-        share = share + config.aux_loss * _imbalance(routing, config, counted, stream, kernels)
+        whole = load if config.aux == "global" else None
+        own = _imbalance(routing, config, counted, stream, kernels, whole)
+        share = share + config.aux_loss * own
     if config.z_loss and routing.logits is not None:
         lse = routing.logits.logsumexp(-1)
         share = share + config.z_loss * torch.where(counted, lse.square(), 0).sum()
@@ -743,12 +751,36 @@ def auxiliary(
 
 
 def _imbalance(
-    routing: Routing, config: MoEConfig, counted: Tensor, stream: P, kernels: Kernels
+    routing: Routing,
+    config: MoEConfig,
+    counted: Tensor,
+    stream: P,
+    kernels: Kernels,
+    whole: Tensor | None,
 ) -> Tensor:
     """The sum over this rank's tokens t of sum over e of f_e P_te.
 
-    f is of all ranks' tokens and P of this rank's own, so that backward needs no collective.
+    f is of all ranks' tokens, or of the `whole` load of all microbatches too, and P of this rank's
+    own, so that backward needs no collective.
     """
+    shares = distribution(routing, config)
+    shares = torch.where(counted.unsqueeze(-1), shares, torch.zeros_like(shares)).sum(SEQ_DIM)
+    load, choices = _count_load(routing, config, counted, stream, kernels, whole)
+    f = load.to(shares.dtype) * config.num_experts / choices.clamp_min(1)
+    return (f * shares).sum()
+
+
+def _count_load(
+    routing: Routing,
+    config: MoEConfig,
+    counted: Tensor,
+    stream: P,
+    kernels: Kernels,
+    whole: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The assignments to each expert that are to be balanced, by sequence or in all; their sum."""
+    if whole is not None:
+        return whole, whole.sum()
     chosen = routing.experts
     if config.balance_bias:
         scores, logits = routing.scores, routing.logits
@@ -761,10 +793,7 @@ def _imbalance(
     else:
         axes = (*DATA_AXES, *sequence_axes(stream))
         load, tokens = lax.psum((load.sum(0, keepdim=True), tokens.sum(0, keepdim=True)), axes)
-    shares = distribution(routing, config)
-    shares = torch.where(counted.unsqueeze(-1), shares, torch.zeros_like(shares)).sum(SEQ_DIM)
-    f = load.to(shares.dtype) * config.num_experts / (config.top_k * tokens.clamp_min(1))
-    return (f * shares).sum()
+    return load, config.top_k * tokens
 
 
 def _balance_term(

@@ -328,6 +328,13 @@ def config_of(line, arguments, **more) -> TrainConfig:
         ("--num-experts 4 --moe-expert-capacity-factor 1.5 --micro-batch-size 2",
          {"gpt.moe.capacity_factor": 1.5, "gpt.moe.capacity_over": "batch"}),
         ("--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 1", {"gpt.moe.aux_loss": 0.0}),
+        ("--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-3",
+         {"gpt.moe.aux": "global", "gpt.moe.aux_loss": 1e-3}),
+        ("--num-experts 4 --moe-router-load-balancing-type quantile_balancing "
+         "--moe-router-quantile-balancing-ema 0.5",
+         {"gpt.moe.balance_by": "quantile", "gpt.moe.balance_decay": 0.5, "gpt.moe.aux_loss": 0.0}),
+        ("--mtp-num-layers 2 --mtp-use-repeated-layer --mtp-detach-heads",
+         {"gpt.mtp_depth": 2, "gpt.mtp_repeated": True, "gpt.mtp_detached": True}),
         ("--log-straggler --tensorboard-dir x", {"stragglers_every": 5, "tensorboard": True}),
     ],
 )  # fmt: skip

@@ -580,6 +580,10 @@ ARCHITECTURES = {
                       capacity_factor=1.25, drop="probability"),
     ),
     "ahead": GPTConfig(mtp_depth=3, mtp_repeated=True, mtp_detached=True),
+    "global": GPTConfig(moe=MoEConfig(normalise="after", aux_loss=1e-2, aux="global")),
+    "quantile": GPTConfig(
+        moe=MoEConfig(normalise="after", balance_bias=True, balance_by="quantile", balance_decay=0.5)
+    ),
     "deepseek": GPTConfig(
         kv_rank=8, q_rank=8, head_dim=16, rope_head_dim=8, v_head_dim=16, dense_layers=1, mtp_depth=1,
         rope_scaling=ft.nn.RopeScaling(
@@ -601,6 +605,7 @@ def test_architectures_there_and_back(name):
     assert canonical(replace(back, mtp_weight=same.mtp_weight)) == canonical(same)
     if made.moe is not None:  # of training alone
         names = ("capacity_factor", "capacity_over", "drop", "aux", "aux_loss")
+        names += ("balance_by", "balance_decay")
         assert [getattr(back.moe, n) for n in names] == [getattr(made.moe, n) for n in names]
 
 

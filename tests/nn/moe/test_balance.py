@@ -184,6 +184,32 @@ def test_microbatches_add_up(params, randn, configs, loss):
     torch.testing.assert_close(tree.map(lambda a, b: a + b, *parts), whole, rtol=1e-12, atol=1e-12)
 
 
+def test_microbatches_of_a_load_that_was_counted_before(params, randn, configs, oracle):
+    """They add up to the formula of the whole batch, which those by themselves do not."""
+    config = replace(configs["sigmoid"], aux_loss=0.7, aux="global")
+    weights, x = params(config), randn(BATCH, SEQ, EMBED)
+    counted = torch.tensor(MASKS["uneven"], dtype=torch.bool)
+    load = count(oracle(weights, x, config).choices, counted, EXPERTS).sum(0).long()
+
+    def share(weights, rows, load):
+        part = x[rows]
+        routing = route(
+            weights, part, config, stream=P(), rows=rows, positions=POSITIONS[: len(rows)]
+        )
+        return auxiliary(weights, routing, config, counted=counted[rows], stream=P(), load=load)
+
+    def added(load):
+        parts = (ROWS[:1], ROWS[1:3], ROWS[3:])
+        found = [torch.func.grad_and_value(share)(weights, rows, load) for rows in parts]
+        return tree.map(lambda *parts: sum(parts), *found)
+
+    whole = torch.func.grad_and_value(
+        lambda w: formula(w, x, counted, replace(config, aux="batch"), oracle)
+    )(weights)
+    torch.testing.assert_close(added(load), whole, rtol=1e-12, atol=1e-12)
+    assert abs(added(None)[1] - whole[1]) > 1e-3
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.0])
 @pytest.mark.parametrize("aux", ["sequence", "batch"])
 def test_even_routing_costs_one_per_token(configs, scale, aux):

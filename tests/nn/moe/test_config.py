@@ -88,7 +88,11 @@ def unchecked():
         ({"routing": "expertchoice"}, "fix: did you mean 'expert_choice'"),
         ({"group_score": "mean"}, "group_score: got 'mean'"),
         ({"drop": "random"}, "drop: got 'random'"),
-        ({"aux": "global"}, "aux: got 'global'"),
+        ({"aux": "globe"}, "aux: got 'globe'"),
+        (
+            {"aux": "global", "aux_loss": 0.1, "balance_bias": True},
+            "aux: got 'global' with balance_bias; .* fix: use aux='sequence'",
+        ),
         ({"router_dtype": "bfloat16"}, "router_dtype: got 'bfloat16'"),
         ({"dispatch": "all_to_all"}, "fix: did you mean 'alltoall'"),
     ],
