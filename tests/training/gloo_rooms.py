@@ -22,11 +22,12 @@ EVALUATED = {"backend": "eager"}  # compiled programs without Inductor, which ta
 FOLDED = {"sequence_parallel": True, "expert_axes": "ep,tp"}
 CASES = {
     "compiled": [("ep=2,tp=2", FOLDED)],
-    "pipeline": [("pp=2,ep=2", {"schedule": "zb-h1"})],
+    "pipeline": [("pp=2,ep=2", {"name": "global", "schedule": "zb-h1"})],
     "more": [
         ("dp=2,ep=2", {"compile": False}),
         ("pp=2,ep=2", {"compile": False}),
-        ("dp=2,ep=2", {"zero": 1}),
+        ("dp=2,ep=2", {"name": "global", "zero": 1}),
+        ("dp=2,ep=2", {"name": "quantile", "zero": 1}),
         ("fsdp=2,ep=2", {}),
         ("pp=2,ep=2", {}),
         ("pp=2,ep=2", {"schedule": "combined-1f1b", "chunks": 2, "num_layers": 4}),
@@ -35,15 +36,15 @@ CASES = {
 
 
 def check(mesh: str, fields: dict) -> None:
-    compiled = fields.get("compile", True)
+    compiled, name = fields.get("compile", True), fields.pop("name", "top-2")
     layers = fields.pop("num_layers", 2)
-    config = configured("top-2", mesh, layers, expert_room=1.0, **{"compile": True, **fields})
+    config = configured(name, mesh, layers, expert_room=1.0, **{"compile": True, **fields})
     bound = Mesh.parse(mesh).bind()
     made = setup.make_setup(config, bound)
     state, (step, _) = begin(made, "some samples"), run.programs(made)
     # on every rank alike, or they would wait for each other
     reruns = []
-    want = on_the_first(lambda: numbers(take_steps("top-2", "some samples", "", layers)[1]))
+    want = on_the_first(lambda: numbers(take_steps(name, "some samples", "", layers)[1]))
     got = []
     for index in range(STEPS):
         batch = draw_batch("some samples" if index == 0 else "even", index)

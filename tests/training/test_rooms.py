@@ -169,6 +169,16 @@ def test_a_loss_over_the_global_batch(microbatches):
         assert abs(apart[1][0]["loss"] / metrics["loss"] - 1) > 1e-6
 
 
+def test_one_rank_alone_is_too_full():
+    """The experts of the others have no rows at all, and these take the step again with it."""
+    moved, history = take_steps("top-8 of 64", "one rank", "ep=4", steps=1, expert_room=1.0)
+    fill = history[0]["aux"]["routers"].fill[0]  # of the ranks of a layer, in both microbatches
+    assert fill[0] == 2 * 3
+    assert fill.sum() == 2 * 4
+    assert history[0]["reruns"] > 0
+    assert_equal((moved, history), dense("top-8 of 64", "one rank"))
+
+
 def compiled_factors(name, row, skew):
     return [{"name": name}, {"row": row}, {"skew": skew}]
 
