@@ -198,7 +198,9 @@ class Mesh(NamedAxes):
         """This mesh with a process for each rank, which this process calls; for notebooks.
 
         In `functron.shard_map`, `functron.make_step` and others it gives functions of whole values,
-        which stay on the ranks until they are looked at. A with block or ``close()`` ends it.
+        which stay on the ranks until they are looked at. Short calls are not waited for until then:
+        errors come with the next call, a look, or the end of the cell, and name the call's line. A
+        with block or ``close()`` ends it.
 
         Args:
             device: "cpu", "cuda", or "auto": cuda where there is a GPU for each rank.

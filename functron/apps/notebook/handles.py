@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from functron.apps.notebook.shipping import dump
+from functron.apps.notebook.processes import RESTART, RankError
+from functron.apps.notebook.shipping import Packed, dump
 from functron.apps.notebook.worker import Call, ResultSlot, TensorMeta, is_slot
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
@@ -49,13 +52,20 @@ class Handle:
         self._fate = ""
         self._ranks, self._kind, self._number, self._scalar = ranks, kind, number, scalar
 
-    shape = property(lambda self: self._kind.shape)
-    dtype = property(lambda self: self._kind.dtype)
-    spec = property(lambda self: self._kind.spec)
-    device = property(lambda self: torch.device(self._kind.device))
-    ndim = property(lambda self: len(self._kind.shape))
+    shape = property(lambda self: self._look()._kind.shape)
+    dtype = property(lambda self: self._look()._kind.dtype)
+    spec = property(lambda self: self._look()._kind.spec)
+    device = property(lambda self: torch.device(self._look()._kind.device))
+    ndim = property(lambda self: len(self.shape))
     mesh = property(lambda self: self._ranks.mesh)
-    nbytes = property(lambda self: self.numel() * self._kind.dtype.itemsize)
+    nbytes = property(lambda self: self.numel() * self.dtype.itemsize)
+
+    def _look(self) -> Handle:
+        """Itself, once the call that makes it has ended."""
+        late = self._ranks._late
+        if late is not None and late.makes(self):
+            self._ranks.block_until_ready()
+        return self
 
     def dim(self) -> int:
         """The number of dims."""
@@ -63,7 +73,7 @@ class Handle:
 
     def numel(self) -> int:
         """The number of elements of the whole value."""
-        return self._kind.shape.numel()
+        return self.shape.numel()
 
     @public
     def gather(self) -> torch.Tensor:
@@ -118,7 +128,7 @@ class Handle:
         )
 
     def _check(self) -> None:
-        if self._fate:
+        if self._look()._fate:
             raise ValueError(f"a value that {self._fate}")
 
     def __float__(self) -> float:
@@ -145,7 +155,7 @@ class Handle:
         return self.shape[0]
 
     def __repr__(self) -> str:
-        kind = str(self.dtype).removeprefix("torch.")
+        kind = str(self.dtype).removeprefix("torch.")  # which waits for the call that makes it
         text = f"Handle({list(self.shape)}, {kind}, {self.spec}"
         if self._fate:
             return f"{text}, {self._fate.partition(';')[0]})"
@@ -258,7 +268,25 @@ class Deferred:
         self.function, self.args = function, args
 
 
-class Plan(NamedTuple):
+class KnownResults(NamedTuple):
+    """The results that a call is expected to have.
+
+    Attributes:
+        generation: of the groups of ranks that had them.
+        layouts: by rank the number of their structure.
+        rows, structure: of which handles are made.
+        count: of tensors.
+    """
+
+    generation: int
+    layouts: tuple[int, ...]
+    rows: list
+    structure: tree.Structure
+    count: int
+
+
+@dataclass
+class Plan:
     """How calls with arguments of one kind are sent.
 
     Attributes:
@@ -268,7 +296,10 @@ class Plan(NamedTuple):
         consumed: which handles among the leaves are given up.
         paths: of the leaves.
         out_specs: of the results.
+        plain: whether leaves are tensors, or are made by ranks.
         results: how these become handles, by the number that ranks give their structure.
+        known: the results there were; None: they vary, or cannot be known.
+        seconds: that the last call took.
     """
 
     arguments: int
@@ -277,7 +308,56 @@ class Plan(NamedTuple):
     consumed: list[int]
     paths: list[str]
     out_specs: tree.Tree
-    results: dict[int, tuple[list, tree.Structure]]
+    plain: bool
+    results: dict[int, tuple[list, tree.Structure]] = field(default_factory=dict)
+    known: KnownResults | None = None
+    seconds: float = math.inf
+
+
+class SentCall(NamedTuple):
+    """A call that all ranks were sent.
+
+    Attributes:
+        function: that is called.
+        plan: how its arguments are sent.
+        consumed: the handles that it consumes.
+        first: the number of the first result.
+        sent: what ranks are to answer: `SentRequests`.
+    """
+
+    function: Any
+    plan: Plan
+    consumed: list[Handle]
+    first: int
+    sent: Any
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return self.function.__name__
+
+
+class LateCall(NamedTuple):
+    """A call that has returned before the ranks have answered.
+
+    Attributes:
+        call: what was sent.
+        known: the results that it should have.
+        made: its results.
+        args: its arguments.
+        where: the user's line.
+    """
+
+    call: SentCall
+    known: KnownResults
+    made: list[Handle]
+    args: tuple
+    where: str
+
+    def makes(self, handle: Handle) -> bool:
+        """Whether a handle is one of its results."""
+        number = handle._number
+        return type(number) is int and 0 <= number - self.call.first < len(self.made)
 
 
 class Row(NamedTuple):
@@ -292,6 +372,60 @@ def for_rank(leaf: Any, rank: int) -> Any:
     if isinstance(leaf, list):
         return leaf[rank]
     return leaf.get(rank, -1) if isinstance(leaf, dict) else leaf
+
+
+def find_twin(handle: Handle, number: int, dead: Sequence[int]) -> int | None:
+    """A living rank that holds the same part of a value as a dead one; None: there is none."""
+    mesh = handle.mesh
+    if handle._kind.local is not None:
+        return None
+    split = set(sharding.spec_axes(handle.spec))
+    here = mesh.coordinate(number)
+    for other in range(mesh.size):
+        there = mesh.coordinate(other)
+        if other not in dead and all(here[a] == there[a] for a in here if a in split):
+            return other
+    return None
+
+
+def cut(value: torch.Tensor, spec: P, mesh: Mesh) -> list[Packed]:
+    """The shards of a tensor, in the order of ranks."""
+    whole = Packed.of(value)
+    if not sharding.spec_axes(spec):
+        return [whole] * mesh.size
+    made: dict[tuple, Packed] = {}
+    windows = sharding.windows(tuple(value.shape), spec, mesh)
+    for rank, window in enumerate(windows):
+        if window not in made and sharding.is_uneven(spec):
+            place = mesh.coordinate(rank)
+            made[window] = Packed.of(sharding.shard(value, spec, mesh, place))
+        elif window not in made:
+            made[window] = whole.part(window)
+    return [made[window] for window in windows]
+
+
+def join_parts(
+    handle: Handle, parts: Mapping[tuple, int], found: Mapping[int, Mapping[int, Packed]]
+) -> torch.Tensor:
+    """The whole value of a handle.
+
+    Args:
+        handle: of it.
+        parts: its windows, each with the rank that it was fetched from.
+        found: what was fetched, by rank and number.
+
+    Raises:
+        RankError: a part is with no rank that runs.
+    """
+    sizes = [[end - begin for begin, end in part] for part in parts]
+    if sum(map(math.prod, sizes)) < handle.numel():
+        raise RankError(f"a part of {handle.spec} died with its rank; fix: {RESTART}")
+    whole = torch.empty(handle.shape, dtype=handle.dtype)
+    for (part, rank), real in zip(parts.items(), sizes, strict=True):
+        value = found[rank][for_rank(handle._number, rank)].tensor()
+        value = value[tuple(slice(size) for size in real)]
+        whole[tuple(slice(*ends) for ends in part)] = value
+    return whole
 
 
 def deal(
@@ -331,6 +465,32 @@ def kind_of(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype
     return type(leaf)
+
+
+def find_rows(
+    out_specs: tree.Tree, shown: Any, metas: Sequence[TensorMeta], mesh: Mesh, kind: Callable
+) -> tuple[list, tree.Structure]:
+    """The leaves of results, with a `Row` for each tensor, and their structure.
+
+    Args:
+        out_specs: of the results.
+        shown: these, with slots.
+        metas: of the tensors.
+        mesh: the ranks.
+        kind: the `Kind` of a shape, dtype, spec and device.
+    """
+    flat = tree.broadcast_prefix(out_specs, shown, is_leaf=is_spec, what="out_specs")
+    leaves, structure = tree.flatten(shown, is_leaf=is_slot)
+    refuse_split_statics(tree.paths(shown, is_slot), leaves, flat)
+    rows: list[Any] = []
+    for leaf, spec in zip(leaves, flat, strict=True):
+        if isinstance(leaf, ResultSlot):
+            meta = metas[leaf.index]
+            spec = spec if isinstance(spec, P) else P()
+            shape = sharding.global_shape(meta.shape, spec, mesh)
+            leaf = Row(leaf.index, kind(shape, meta.dtype, spec, meta.device))
+        rows.append(leaf)
+    return rows, structure
 
 
 def merge_trees(first: Any, second: Any) -> Any:
@@ -468,7 +628,7 @@ def refuse_split_statics(paths: Sequence[str], leaves: Sequence[Any], specs: Seq
 
 def abstract(given: Any) -> Any:
     """Meta tensors in place of handles."""
-    return tree.map(lambda x: _meta(x._kind) if isinstance(x, Handle) else x, given)
+    return tree.map(lambda x: _meta(x._look()._kind) if isinstance(x, Handle) else x, given)
 
 
 def _meta(kind: Kind) -> torch.Tensor:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Listener
-from typing import Any
+from typing import Any, NamedTuple
 
 from functron.apps.notebook.shipping import load
 from functron.apps.notebook.worker import Answer, Failure, Hello, WorkerPlace
@@ -105,6 +105,24 @@ class InterruptedCallError(Exception):
         self.answers, self.busy, self.sent = answers, busy, sent
 
 
+class SentRequests(NamedTuple):
+    """Requests that ranks were sent.
+
+    Attributes:
+        serial: their number.
+        generation: of the groups.
+        asked: the ranks.
+        interruptible: see `Processes.ask`.
+        grace_seconds: see `_Interrupt`.
+    """
+
+    serial: int
+    generation: int
+    asked: list[Rank]
+    interruptible: bool
+    grace_seconds: float
+
+
 @dataclass(frozen=True)
 class Hosts:
     """Where the ranks of a mesh run.
@@ -160,7 +178,8 @@ class Processes:
         self.lock = threading.RLock()
         self._interrupt: _Interrupt | None = None
         self._soon: threading.Timer | None = None
-        self._serial = 0
+        self._serial = self._known = 0
+        self._outstanding: deque[SentRequests] = deque()
 
     def start(self, numbers: Sequence[int]) -> None:
         """Start the processes of these ranks, or wait for them from other hosts.
@@ -328,6 +347,21 @@ class Processes:
             InterruptedCallError: Ctrl-C came: the ranks were interrupted, and those that could be
                 waited for have answered.
         """
+        with self.alone():
+            return self.collect(self.send(requests, free, interruptible=interruptible))
+
+    def send(
+        self,
+        requests: Mapping[int, Sequence[tuple[str, tuple]]],
+        free: Sequence[int] = (),
+        *,
+        interruptible: bool = True,
+        grace_seconds: float = 0.0,
+    ) -> SentRequests:
+        """Ask ranks without waiting for their answers, which `collect` returns; see `ask`.
+
+        Where ranks have others to answer yet, and fail in these, they leave calls of this out.
+        """
         with self.alone() as interrupt:
             interrupt.since = time.monotonic()
             for rank in self.living:
@@ -342,22 +376,55 @@ class Processes:
             for rank in asked:
                 each = requests[rank.number]
                 if before is None or each is not before[0] or rank.free != before[1]:
-                    data = pickle.dumps((self._serial, rank.free, list(each)), protocol=5)
+                    told = self._serial, self._known, rank.free, list(each)
+                    data = pickle.dumps(told, protocol=5)
                 before, rank.free = (each, rank.free), []
                 self._send(rank, data, interrupt)
-            interrupt.ranks = asked if interruptible else []
-            interrupt.request = self._serial, self.generation
-            if interrupt.at is not None:
+            sent = SentRequests(self._serial, self.generation, asked, interruptible, grace_seconds)
+            self._outstanding.append(sent)
+            return sent
+
+    def collect(self, sent: SentRequests, *, ends: bool = False) -> dict[int, list[Answer]]:
+        """The answers to what was sent, the earliest first; see `ask`.
+
+        Args:
+            sent: of these, the earliest that were not collected.
+            ends: whether the ranks are to leave it, as Ctrl-C has them.
+        """
+        with self.alone() as interrupt:
+            assert self._outstanding.popleft() is sent
+            interrupt.follow(sent)
+            if ends:
                 interrupt.begin()
+            interrupt.go_on()
+            asked = sent.asked
             try:
                 answers = self._collect(asked, interrupt)
             finally:
-                interrupt.ranks = []
+                interrupt.ranks, self._known = [], sent.serial
             busy = [rank.number for rank in asked if rank.number not in answers and not rank.died]
             failed = any(answer[-1].failure for answer in answers.values())
-            if interrupt.at is not None and (busy or (interruptible and failed)):
+            if interrupt.at is not None and (busy or (sent.interruptible and failed)):
                 raise InterruptedCallError(answers, busy, sent=True)
             return answers
+
+    def _end_outstanding(self) -> None:
+        """Wait a little for what nobody has collected, and tell what failed in it."""
+        deadline = time.monotonic() + INTERRUPT_SECONDS
+        while self._outstanding:
+            answers, sent = dict[int, list[Answer]](), self._outstanding.popleft()
+            while left := [r for r in sent.asked if r.number not in answers and not r.died]:
+                if (seconds := deadline - time.monotonic()) <= 0:
+                    return
+                for rank in self._ready(left, seconds):
+                    if (answer := self._receive(rank)) is not None:
+                        answers[rank.number] = answer
+            self.show_output(last=True)
+            try:
+                raise_failures("a call", answers, sent.asked, len(self.ranks))
+            except Exception as error:
+                text = _NEWLINE.join([str(error), *getattr(error, "__notes__", ())])
+                self._write(f"{type(error).__name__}: {text}\n", True)
 
     def _send(self, rank: Rank, data: bytes, interrupt: _Interrupt) -> None:
         try:
@@ -405,20 +472,34 @@ class Processes:
                 failed = time.monotonic()
             if failed is not None and time.monotonic() - failed > _FAIL_SECONDS:
                 interrupt.begin()
-        self.show_output(last=True)
+        if self._has_output():
+            self.show_output(last=True)
         return answers
 
-    def _ready(self, ranks: Sequence[Rank], seconds: float) -> list[Rank]:
-        """The ranks of which there is an answer or an end, after what they print is shown."""
-        connections = {rank.requests.fileno(): rank for rank in ranks}
+    def _has_output(self) -> bool:
+        """Whether ranks have printed what is not shown yet."""
+        if any(rank.texts or rank.process is None for rank in self.ranks):
+            return True
+        return bool(self._poll_pipes().poll(0)) or any(
+            any(x.values()) for x in self._lines.values()
+        )
+
+    def _poll_pipes(self) -> select.poll:
+        """The pipes of ranks of this machine, to wait for what they print."""
         poller = select.poll()
-        for number in connections:
-            poller.register(number, select.POLLIN)
         for rank in self.ranks:
             if rank.process is not None:
                 for pipe in (rank.process.stdout, rank.process.stderr):
                     if pipe is not None and not pipe.closed:
                         poller.register(pipe.fileno(), select.POLLIN)
+        return poller
+
+    def _ready(self, ranks: Sequence[Rank], seconds: float) -> list[Rank]:
+        """The ranks of which there is an answer or an end, after what they print is shown."""
+        connections = {rank.requests.fileno(): rank for rank in ranks}
+        poller = self._poll_pipes()
+        for number in connections:
+            poller.register(number, select.POLLIN)
         found = [number for number, _ in poller.poll(1000 * seconds)]
         if any(number not in connections for number in found) or any(
             lines for by_rank in self._lines.values() for lines in by_rank.values()
@@ -513,6 +594,7 @@ class Processes:
         if os.getpid() != self._owner:
             return
         with self.alone():
+            self._end_outstanding()
             for rank in self.ranks:
                 _kill(rank, seconds=0.0)
             for rank in self.ranks:
@@ -681,6 +763,13 @@ class _Interrupt:
             self.begin()
         self.at = self.at or now
 
+    def follow(self, sent: SentRequests) -> None:
+        """Interrupt these from now on."""
+        self.ranks = sent.asked if sent.interruptible else []
+        self.request, self._begun, self._released = sent[:2], None, False
+        self.since = self.since or time.monotonic()
+        self._grace = max(self._grace, sent.grace_seconds)
+
     def begin(self) -> None:
         """Interrupt the program on the ranks, once."""
         if self._begun is None and self.ranks:
@@ -702,6 +791,13 @@ class _Interrupt:
         return self.at is not None and now - max(self.at, self.since) > INTERRUPT_SECONDS - 0.3
 
 
+def show_text(text: str, is_error: bool) -> None:
+    """Write what ranks or this library say into the cell."""
+    stream = sys.stderr if is_error else sys.stdout
+    stream.write(text)
+    stream.flush()
+
+
 def _tell(ranks: Sequence[Rank], what: Any) -> None:
     for rank in ranks:
         if not rank.died:
@@ -721,15 +817,29 @@ def show_warnings(answers: Mapping[int, list[Answer]], num_ranks: int) -> None:
 
 
 def raise_failures(
-    name: str, answers: Mapping[int, list[Answer]], asked: Sequence[Rank], num_ranks: int
+    name: str,
+    answers: Mapping[int, list[Answer]],
+    asked: Sequence[Rank],
+    num_ranks: int,
+    where: str = "",
 ) -> None:
-    """Raise what ranks raised: one error, with the ranks and the line that it is about."""
+    """Raise what ranks raised: one error, with the ranks and the line that it is about.
+
+    Args:
+        name: of what was asked for.
+        answers: by rank.
+        asked: the ranks.
+        num_ranks: of the mesh.
+        where: the line of the notebook that asked for it, if it went on after that.
+    """
     failures = {n: a[-1].failure for n, a in sorted(answers.items()) if a[-1].failure}
     dead = [rank for rank in asked if rank.died and rank.number not in answers]
     if dead:
         ends = ", ".join(f"rank {rank.number} died ({rank.died})" for rank in dead)
         rest = "the others live; " if len(dead) < num_ranks else ""
         error: BaseException = RankError(f"{ends} in {name}; {rest}fix: {RESTART}")
+        if where:
+            error.add_note(where)
         _add_places(error, failures)
         raise error
     if not failures:
@@ -737,6 +847,8 @@ def raise_failures(
     own = {n: f for n, f in failures.items() if f.kind not in _FOLLOWS}
     number, failure = next(iter((own or failures).items()))
     error = _error_of(failure)
+    if where:
+        error.add_note(where)
     same = [n for n, f in failures.items() if (f.kind, f.text) == (failure.kind, failure.text)]
     if num_ranks > 1:
         everywhere = "all ranks" if len(same) == num_ranks else list_ranks(same)

@@ -124,12 +124,14 @@ class KeptResults(NamedTuple):
             `TensorMeta` each.
         numbers: scalars of a CPU, by slot.
         sums: checksums of all tensors, where they were asked for.
+        seconds: that the call took.
     """
 
     layout: int
     new: tuple[bytes, tuple[TensorMeta, ...]] | None
     numbers: dict[int, bool | int | float]
     sums: tuple[int, ...] = ()
+    seconds: float = 0.0
 
 
 class TracebackLine(NamedTuple):
@@ -167,6 +169,15 @@ class Answer(NamedTuple):
     failure: Failure | None = None
     warned: tuple[tuple[type[Warning], str, str, int], ...] = ()
 
+    @property
+    def begun(self) -> bool:
+        """Whether the request was not left out."""
+        return self.failure is None or self.failure.kind != _LEFT_OUT
+
+
+_LEFT_OUT = "LeftOutError"
+"""The kind of failure of a call that was not begun, since what was to be run before it failed."""
+
 
 class Call(NamedTuple):
     """A call of a function that the rank has been sent.
@@ -179,6 +190,7 @@ class Call(NamedTuple):
         consumed: numbers of values that the function consumes.
         first: the number of the first result.
         sums: whether checksums of the results are wanted.
+        expected: by rank the layout that the notebook takes the results to have; empty: it waits.
     """
 
     function: bytes
@@ -188,6 +200,7 @@ class Call(NamedTuple):
     consumed: list[int]
     first: int
     sums: bool
+    expected: tuple[int, ...]
 
 
 @dataclass
@@ -196,13 +209,15 @@ class Worker:
 
     Attributes:
         values: by number.
-        spans: of tensors among them, the memory: its number, its begin and its end.
+        spans: of tensors among them, the memory: its begin and its end.
         closed: the tensors that each function was sent with, by its key, and their memory.
         functions: by key, as they came.
         made: these, for the groups there are.
         arguments: structures of arguments by number; as they came, until they are used.
         running: the serial number of the requests of which a call runs; 0: none does.
         interrupted: that of those that were interrupted last.
+        stopped: that of the last ones that failed, or returned what was not expected. Calls are
+            left out that the notebook sent before it knew.
         consuming: the values that this call consumes.
         leaving: held while groups are left, by this program or by the thread beside it.
     """
@@ -212,10 +227,8 @@ class Worker:
     generation: int = 0
     bound: Any = None
     values: dict[int, Any] = field(default_factory=dict)
-    spans: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    closed: dict[bytes, list[tuple[torch.Tensor, tuple[int, int, int]]]] = field(
-        default_factory=dict
-    )
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
+    closed: dict[bytes, list[tuple[torch.Tensor, tuple[int, int]]]] = field(default_factory=dict)
     functions: dict[bytes, bytes] = field(default_factory=dict)
     made: dict[bytes, Any] = field(default_factory=dict)
     arguments: dict[int, Any] = field(default_factory=dict)
@@ -223,6 +236,7 @@ class Worker:
     num_layouts: int = 0
     running: int = 0
     interrupted: int = 0
+    stopped: int = 0
     consuming: Sequence[int] = ()
     leaving: threading.Lock = field(default_factory=threading.Lock)
 
@@ -309,12 +323,16 @@ class Worker:
             args = _without_absent(args)
         del leaves
         before = [(x, x._version) for tensors in self.closed.values() for x, _ in tensors]
+        began = time.perf_counter()
         out = function(*args)
+        seconds = time.perf_counter() - began
         del args
         _warn_of_writes(before)
         for number in self.consuming:
             self.values.pop(number, None)
-        kept = self.keep(out, call.first)
+        kept = self.keep(out, call.first)._replace(seconds=seconds)
+        if call.expected and kept.layout != call.expected[self.place.rank]:
+            self.stopped = self.running
         if not call.sums:
             return kept
         held = [leaf for leaf in tree.leaves(out) if isinstance(leaf, torch.Tensor)]
@@ -354,23 +372,27 @@ class Worker:
             del spans[number]
         for number in values.keys() - spans.keys():
             spans[number] = _span(values[number])
-        held: dict[int, list[tuple[int, int]]] = {}
-        for memory, begin, end in spans.values():
-            held.setdefault(memory, []).append((begin, end))
-        for tensors in self.closed.values():
-            for _, (memory, begin, end) in tensors:
-                held.setdefault(memory, []).append((begin, end))
-        out, number = [], first
-        for leaf in leaves:
+        new = [_span(leaf) for leaf in leaves]
+        closed = [span for tensors in self.closed.values() for _, span in tensors]
+        held, reached = sorted([*spans.values(), *closed, *new]), 0
+        for begin, end in held:
+            if begin < reached:
+                break
+            reached = end
+        else:
+            spans.update(enumerate([s for s, x in zip(new, leaves, strict=True)
+                                    if isinstance(x, torch.Tensor)], first))  # fmt: skip
+            return leaves
+        taken, out, number = [*spans.values(), *closed], [], first
+        for leaf, (begin, end) in zip(leaves, new, strict=True):
+            mine = leaf
             if isinstance(leaf, torch.Tensor):
-                memory, begin, end = _span(leaf)
-                if any(begin < other and start < end for start, other in held.get(memory, ())):
-                    leaf = leaf.clone()
-                    memory, begin, end = _span(leaf)
-                held.setdefault(memory, []).append((begin, end))
-                spans[number] = memory, begin, end
+                if any(begin < other and start < end for start, other in taken):
+                    mine = leaf.clone()
+                spans[number] = _span(mine)
+                taken.append(spans[number])
                 number += 1
-            out.append(leaf)
+            out.append(mine)
         return out
 
     def keep(self, out: Any, first: int) -> KeptResults:
@@ -417,19 +439,20 @@ def _warn_of_writes(before: Sequence[tuple[torch.Tensor, int]]) -> None:
         )
 
 
-def _span(value: Any) -> tuple[int, int, int]:
-    """The memory of a tensor: the number of its storage, and the bytes that it begins and ends at.
+def _span(value: Any) -> tuple[int, int]:
+    """The memory of a tensor: the addresses of its first byte, and of the first one after it.
 
     Empty for what is no tensor, and for one without numbers of its own.
     """
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return 0, 0, 0
-    if type(value) is Donated or not value.numel():
-        return 0, 0, 0
+        return 0, 0
+    if type(value) is Donated or not (begin := value.data_ptr()):
+        return 0, 0
+    if value.is_contiguous():
+        return begin, begin + value.nbytes
     rows = zip(value.shape, value.stride(), strict=True)
     count = 1 + sum([(size - 1) * stride for size, stride in rows])
-    begin = value.data_ptr()
-    return value.untyped_storage()._cdata, begin, begin + count * value.itemsize
+    return begin, begin + count * value.itemsize
 
 
 def is_slot(leaf: Any) -> bool:
@@ -494,18 +517,24 @@ def _requests(worker: Worker) -> dict[str, Callable[..., Any]]:
 
 def serve(worker: Worker, requests: Connection) -> None:
     """Answer requests until the notebook is gone."""
-    known = _requests(worker)
+    functions = _requests(worker)
     while True:
         try:
-            serial, free, batch = pickle.loads(requests.recv_bytes())
+            serial, known, free, batch = pickle.loads(requests.recv_bytes())
         except (EOFError, OSError):
             return
         for number in free:
             worker.values.pop(number, None)
-        answers = []
+        answers, leaves_out = [], worker.stopped > known
         for name, args in batch:
-            answers.append(_answer(worker, known[name], serial if name == "call" else 0, args))
+            if name == "call" and leaves_out:
+                failure = Failure(b"", _LEFT_OUT, "a call before it failed", (), "", ())
+                answers.append(Answer(failure=failure))
+                break
+            call = serial if name == "call" else 0
+            answers.append(_answer(worker, functions[name], call, args))
             if answers[-1].failure is not None:
+                worker.stopped = serial
                 break
         sys.stdout.flush()
         sys.stderr.flush()

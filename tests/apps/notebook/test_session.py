@@ -20,7 +20,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -821,7 +821,7 @@ def fail_on_one(x):
 
 def assert_works(ranks):
     total = ft.shard_map(lambda x: lax.psum(x.sum(), "dp"), ranks, P("dp"), P())
-    assert float(total(torch.ones(4))) == 4.0
+    assert [float(total(torch.ones(4))) for _ in range(3)] == [4.0] * 3
 
 
 @contextlib.contextmanager
@@ -886,6 +886,7 @@ def add_slowly(x):
 
 def test_a_loop_that_ctrl_c_ends_has_its_last_state(ranks):
     f = ft.shard_map(add_slowly, ranks, P("dp"), P("dp"), check=False, donate=0)
+    f(ft.shard(torch.zeros(2), P("dp"), ranks))  # the first call takes longer
     state, number = ft.shard(torch.zeros(2), P("dp"), ranks), 0
 
     def go_on():
@@ -1003,12 +1004,14 @@ def test_ranks_import_what_the_notebook_imports(ranks, tmp_path):
     (tmp_path / "functron" / "__init__.py").write_text("raise ImportError('another one')\n")
     paths = [path or os.getcwd() for path in sys.path]
     program = f"import sys; sys.path[:] = {paths!r}\n"
-    program += "import functron as ft\nwith ft.Mesh().start('cpu') as mesh: print(mesh.size)\n"
+    program += "import functron as ft, torch\nmesh = ft.Mesh().start('cpu')\nprint(mesh.size)\n"
+    program += "f = ft.shard_map(lambda x: (print(float(x)), x + 1)[1], mesh, ft.P(), ft.P())\n"
+    program += "x = torch.zeros(())\nfor _ in range(4): x = f(x)\n"  # the last, when it ends
     done = subprocess.run(
         [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
-    assert done.stdout == "1\n", done.stderr
+    assert done.stdout == "1\n0.0\n1.0\n2.0\n3.0\n", done.stderr
 
 
 NOTEBOOK = """
@@ -1101,3 +1104,244 @@ def test_what_ranks_call_and_check_comes_to_the_cell(ranks, capsys):
     with pytest.raises(ValueError, match=r"sqrt \(forward\) makes the first .*, on rank dp=1"):
         ft.debug.nans(f)(handle, key)
     assert handle.gather().tolist() == [1.0, -4.0]  # not consumed
+
+
+# --- calls that are not waited for
+
+
+def call_ahead(f, *args):
+    """Call a function so often that its results are known; its results."""
+    for _ in range(2):
+        out = f(*args)
+    return out
+
+
+def add_or_fail(x):
+    """One more; an error where there are three already."""
+    if float(x.max()) == 3:
+        raise ValueError("three")
+    return x.add_(1)
+
+
+def test_a_call_is_not_waited_for_until_it_is_looked_at(ranks):
+    f = ft.shard_map(lambda x: x + 1, ranks, P("dp"), P("dp"))
+    total = ft.shard_map(lambda x: lax.psum(x.sum(), "dp"), ranks, P("dp"), P())
+    x = f(torch.zeros(4))
+    looks = {
+        "number": lambda: float(call_ahead(total, x)) == 4,
+        "value": lambda: f(x).tolist() == [2.0] * 4,
+        "shape": lambda: f(x).shape == (4,),
+        "text": lambda: repr(f(x)).endswith("tensor([2., 2., 2., 2.]))"),
+        "memory": lambda: (f(x), ranks.memory())[1],
+        "other": lambda: (f(x), ranks.run(lambda: 3))[1] == 3,
+        "sent": lambda: (f(x), ft.shard(torch.ones(2), P(), ranks).tolist())[1] == [1.0, 1.0],
+        "wait": lambda: (f(x), ranks.block_until_ready())[1],
+    }
+    f(x)
+    for name, look in looks.items():
+        f(x)
+        assert ranks._late is not None, name
+        assert look(), name
+        assert ranks._late is None, name
+    for _ in range(5):
+        x = f(x)
+    assert x.tolist() == [6.0] * 4
+
+
+def test_long_calls_are_waited_for(ranks):
+    f = ft.shard_map(lambda x: add_slowly(x * 1), ranks, P("dp"), P("dp"))
+    call_ahead(f, torch.zeros(2))
+    assert ranks._late is None
+
+
+def test_results_of_other_kinds_than_before(ranks):
+    """What was sent after them is done again; other trees are refused, once."""
+    some = ft.shard_map(lambda x: x[x > 0], ranks, P("dp"), P("dp"), check=False)
+    add = ft.shard_map(lambda x, y: x.sum() + y, ranks, (P("dp"), P("dp")), P("dp"), donate=1)
+    whole, half = torch.ones(4), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    for _ in range(2):
+        add(some(whole), ft.shard(torch.ones(4), P("dp"), ranks))
+    given = ft.shard(torch.ones(4), P("dp"), ranks)
+    y = some(half)
+    z = add(y, given)
+    assert z.tolist() == [2.0] * 4
+    assert (y.shape, y.tolist()) == ((2,), [1.0, 1.0])
+    assert (some(whole).tolist(), some(half).tolist()) == ([1.0] * 4, [1.0, 1.0])
+    tree = ft.shard_map(
+        lambda x: {"a": x, **({"b": x} if x.max() > 1 else {})}, ranks, P("dp"), P("dp"),
+        check=False,
+    )  # fmt: skip
+    call_ahead(tree, whole)
+    late = tree(whole * 2)["a"]
+    with pytest.raises(ValueError, match=r"returned what was not expected[^?]*fix: call it again"):
+        late.gather()
+    with pytest.raises(ValueError, match="was not made"):
+        late.gather()
+    assert sorted(tree(whole * 2)) == ["a", "b"]
+
+
+def test_a_change_between_two_calls_is_of_the_second(ranks):
+    table = {"by": 2.0}
+    f = ft.shard_map(lambda x: (time.sleep(0.02), table["by"] * x)[1], ranks, P("dp"), P("dp"))
+    first = call_ahead(f, torch.ones(2))
+    table["by"] = 3.0
+    second = f(first)
+    table["by"] = 5.0
+    third = f(second)
+    assert [x.tolist() for x in (first, second, third)] == [[2.0] * 2, [6.0] * 2, [30.0] * 2]
+
+
+def count_values(ranks):
+    gc.collect()  # tracebacks hold frames, and these handles
+    return ranks.memory()[0]["num_values"]
+
+
+def test_late_errors_name_the_call(ranks):
+    """At the next call, at a look, and at the end of a cell; what was donated is whole."""
+    f = ft.shard_map(add_or_fail, ranks, P("dp"), P("dp"), check=False, donate=0)
+    before = count_values(ranks)
+
+    def look(x):
+        float(ft.shard_map(lambda x: lax.psum(x.sum(), "dp"), ranks, P("dp"), P())(x))
+
+    for use in (f, look, lambda x: x.shape, repr, lambda x: ranks.block_until_ready()):
+        x = ft.shard(torch.zeros(2), P("dp"), ranks)
+        for _ in range(4):
+            line, x = sys._getframe().f_lineno, f(x)
+        with pytest.raises(ValueError, match="three") as caught:
+            use(x)
+        notes = caught.value.__notes__
+        assert f"called at {__file__}:{line}, and not waited for there" in notes
+        assert "raised on all ranks in add_or_fail" in notes
+        with pytest.raises(ValueError, match=r"was not made: add_or_fail .*whole: mesh\.given"):
+            x.gather()
+        assert ranks.given is not None
+        assert ranks.given[0].tolist() == [3.0, 3.0]
+    del caught, x
+    assert_works(ranks)  # which forgets what was given
+    assert ranks.given is None
+    assert count_values(ranks) == before
+
+
+def fail_at_three(x):
+    if float(x.max()) == 3 and torch.distributed.get_rank() == 1:
+        raise KeyError("on one")
+    lax.psum(x, "dp")
+    return x.add_(1)
+
+
+def test_a_late_error_of_one_rank_ends_the_call_behind_it(ranks):
+    f = ft.shard_map(fail_at_three, ranks, P("dp"), P("dp"), check=False, donate=0)
+    x, begin = ft.shard(torch.zeros(2), P("dp"), ranks), time.monotonic()
+
+    def go_on():
+        nonlocal x
+        while True:
+            x = f(x)
+
+    with pytest.raises(KeyError, match="on one"):
+        go_on()
+    assert time.monotonic() - begin < 10
+    with pytest.raises(ValueError, match="was not made: fail_at_three was ended by an error"):
+        x.gather()
+    assert_works(ranks)
+
+
+def test_late_errors_come_at_the_end_of_a_cell(ranks, monkeypatch):
+    events = pytest.importorskip("IPython.core.events")
+    from functron.apps.notebook import session
+
+    shown: list[Any] = []
+    manager = events.EventManager(None, events.available_events)
+    shell = SimpleNamespace(events=manager, showtraceback=lambda: shown.append(sys.exc_info()[1]))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    end = session._wait_after_cells(ranks)
+    f = ft.shard_map(add_or_fail, ranks, P("dp"), P("dp"), check=False, donate=0)
+    x = ft.shard(torch.zeros(2), P("dp"), ranks)
+    for _ in range(4):
+        x = f(x)
+    manager.trigger("post_run_cell", None)
+    assert [str(error) for error in shown] == ["three"]
+    end()
+    end()
+    assert not manager.callbacks["post_run_cell"]
+
+
+def hang_at_three(x):
+    if float(x.max()) == 3:
+        time.sleep(60)
+    return x.add_(1)
+
+
+def add_quickly(x):
+    time.sleep(0.02)
+    return x.add_(1)
+
+
+def test_ctrl_c_with_a_call_that_is_not_waited_for(ranks):
+    """It ends by itself, or is interrupted, and the one behind it is not begun."""
+    f = ft.shard_map(add_quickly, ranks, P("dp"), P("dp"), check=False, donate=0)
+    f(ft.shard(torch.zeros(2), P("dp"), ranks))
+    state, number = ft.shard(torch.zeros(2), P("dp"), ranks), 0
+
+    def go_on():
+        nonlocal state, number
+        while True:
+            state = f(state)
+            number += 1
+
+    for seconds in (0.31, 0.35, 0.4):
+        with interrupting(seconds), pytest.raises(KeyboardInterrupt):
+            go_on()
+        first, second = state.tolist()
+        assert first == second
+        assert first - number in (0, 1)  # Ctrl-C may come before it is counted
+        number = int(first)
+        assert number > 3
+    f = ft.shard_map(hang_at_three, ranks, P("dp"), P("dp"), check=False, donate=0)
+    f(ft.shard(torch.zeros(2), P("dp"), ranks))
+    for behind in (True, False):
+        state = ft.shard(torch.zeros(2), P("dp"), ranks)
+        for _ in range(4):
+            state = f(state)
+        assert ranks._late is not None
+        begin = time.monotonic()
+        with interrupting(0.5), pytest.raises(KeyboardInterrupt, match="hang_at_three was inter"):
+            f(state) if behind else ranks.block_until_ready()
+        assert time.monotonic() - begin < 0.5 + 2.0
+        with pytest.raises(ValueError, match=r"was not made: hang_at_three was ended by Ctrl-C"):
+            state.gather()
+        assert ranks.given is not None
+        assert ranks.given[0].tolist() == [3.0, 3.0]
+        assert_works(ranks)
+
+
+def die_at_three(x):
+    if float(x.max()) == 3 and torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return lax.psum(x, "dp") * 0 + x + 1
+
+
+def test_a_rank_that_dies_in_a_call_that_is_not_waited_for():
+    with MESH.start("cpu") as mine:
+        f = ft.shard_map(die_at_three, mine, P("dp"), P("dp"), check=False)
+        for sleeps in (0.0, 1.0):
+            x, begin = ft.shard(torch.zeros(2), P("dp"), mine), time.monotonic()
+            for _ in range(4):
+                x = f(x)
+            assert mine._late is not None
+            time.sleep(sleeps)
+            with pytest.raises(RankError, match=r"rank 1 died \(killed by SIGKILL\) in die_at"):
+                f(x)
+            assert time.monotonic() - begin < 10
+            mine.restart()
+            with pytest.raises(ValueError, match="was not made: die_at_three"):
+                x.gather()
+            assert_works(mine)
+        f = ft.shard_map(add_or_fail, mine, P("dp"), P("dp"), check=False, donate=0)
+        x = ft.shard(torch.zeros(2), P("dp"), mine)
+        for _ in range(4):
+            x = f(x)
+        with pytest.raises(ValueError, match="three"):
+            mine.close()
+    assert not any(map(is_running, mine.pids))
