@@ -61,7 +61,7 @@ def dense(x, weights, w, experts, kept):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("kind", ["alltoall", "gather"])
+@pytest.mark.parametrize("kind", ["alltoall", "gather", "two-hop"])
 @pytest.mark.parametrize("where", list(MESHES))
 def test_dispatched(agrees, randn, where, kind, routing):
     mesh, axes = Mesh.parse(where.split()[0] if where else ""), MESHES[where]
@@ -139,7 +139,7 @@ def test_one_rank_has_a_row_for_each_assignment_and_no_more(randn):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("routing", ["random", "limited"])
-@pytest.mark.parametrize("kind", ["alltoall", "gather"])
+@pytest.mark.parametrize("kind", ["alltoall", "gather", "two-hop"])
 @pytest.mark.parametrize("where", ["ep=2", "ep=2,tp=2"])
 def test_traced_and_compiled(randn, where, kind, routing):
     mesh, axes = Mesh.parse(where), MESHES[where]

@@ -14,6 +14,7 @@ from functron import Mesh, P
 from functron.nn.moe.layer import dispatched
 from functron.nn.moe.room import (
     ROOMS,
+    RowBounds,
     fit_rows,
     needed_room,
     overflowed,
@@ -78,7 +79,7 @@ def test_rows_that_fit(where, uneven):
 
         def program(experts, kept, room=room):
             found = fit_rows(experts, kept, room, num_experts=EXPERTS, axes=axes, most=TOKENS)
-            assert found.rows <= TOKENS * CHOICES * mesh.size
+            assert found.bounds.rows <= TOKENS * CHOICES * mesh.size
             return found.kept, ft.lax.psum(found.fill, mesh.axis_names)
 
         found = ft.shard_map(program, mesh, (split, split), (split, P()), check=False)
@@ -94,7 +95,7 @@ def test_rows_that_fit(where, uneven):
         assert max(max(r) for r in count_rows(mesh, axes, experts, left).values()) <= most
 
 
-@pytest.mark.parametrize("kind", ["alltoall", "gather"])
+@pytest.mark.parametrize("kind", ["alltoall", "gather", "two-hop"])
 @pytest.mark.parametrize("where", list(MESHES))
 def test_dispatch_with_just_enough_room(randn, where, kind):
     mesh, axes = Mesh.parse(where.split()[0] if where else ""), MESHES[where]
@@ -111,7 +112,7 @@ def test_dispatch_with_just_enough_room(randn, where, kind):
 
         y = dispatched(
             x, experts, weights, kept, compute, num_experts=EXPERTS, axes=axes, kind=kind,
-            most_rows=most_rows,
+            bounds=RowBounds(most_rows),
         )  # fmt: skip
         return y, ft.lax.psum(y.square().sum(), mesh.axis_names)
 
