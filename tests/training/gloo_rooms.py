@@ -16,12 +16,22 @@ from functron.training.config import configure
 from functron.training.costs import step_peak_bytes
 from tests.program.measured_memory import measured_peak
 from tests.ranks import on_the_first
-from tests.training.test_rooms import STEPS, TOLERANCE, begin, configured, draw_batch, take_steps
+from tests.training.test_rooms import (
+    NODES,
+    STEPS,
+    TOLERANCE,
+    TWO_HOP,
+    begin,
+    configured,
+    draw_batch,
+    take_steps,
+)
 
 EVALUATED = {"backend": "eager"}  # compiled programs without Inductor, which takes long
 FOLDED = {"sequence_parallel": True, "expert_axes": "ep,tp"}
 CASES = {
     "compiled": [("ep=2,tp=2", FOLDED)],
+    "two-hop": [("ep_node=2,ep=2", NODES), ("ep_node=2,ep=2", NODES | {"compile": False})],
     "pipeline": [("pp=2,ep=2", {"schedule": "zb-h1"})],
     "more": [
         ("dp=2,ep=2", {"compile": False}),
@@ -34,16 +44,16 @@ CASES = {
 }
 
 
-def check(mesh: str, fields: dict) -> None:
+def check(mesh: str, fields: dict, name: str) -> None:
     compiled = fields.get("compile", True)
     layers = fields.pop("num_layers", 2)
-    config = configured("top-2", mesh, layers, expert_room=1.0, **{"compile": True, **fields})
+    config = configured(name, mesh, layers, expert_room=1.0, **{"compile": True, **fields})
     bound = Mesh.parse(mesh).bind()
     made = setup.make_setup(config, bound)
     state, (step, _) = begin(made, "some samples"), run.programs(made)
     # on every rank alike, or they would wait for each other
     reruns = []
-    want = on_the_first(lambda: numbers(take_steps("top-2", "some samples", "", layers)[1]))
+    want = on_the_first(lambda: numbers(take_steps(name, "some samples", "", layers)[1]))
     got = []
     for index in range(STEPS):
         batch = draw_batch("some samples" if index == 0 else "even", index)
@@ -101,7 +111,7 @@ if __name__ == "__main__":
                 mock.patch.object(setup.RunSetup, "jit_settings", property(lambda _: EVALUATED)),
                 mock.patch.object(setup, "pipelined", evaluated),
             ):
-                check(mesh, dict(fields))
+                check(mesh, dict(fields), TWO_HOP[1] if name == "two-hop" else "top-2")
         dist.barrier()
         if dist.get_rank() == 0:
             print(f"{name}: ok", flush=True)

@@ -97,7 +97,7 @@ def mean_nodes(num_experts: int, top_k: int, nodes: int, most: int = 0) -> float
     """
     others = num_experts - num_experts // nodes
     found = nodes * (1 - math.comb(others, top_k) / math.comb(num_experts, top_k))
-    return min(found, most or nodes)
+    return min(found, float(most or nodes))
 
 
 def fit_rows(
