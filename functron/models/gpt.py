@@ -220,7 +220,9 @@ def _expert_problems(
     for axis in ("ep_node", "ep"):
         if axis not in expert_axes and mesh[axis] > 1:
             wanted, fix = f"{axis} among the axes of experts, or {axis}=1", "use dp for those ranks"
-            found.append(Problem("expert_axes", f"{expert_axes} on {axis}={mesh[axis]}", wanted, fix))
+            found.append(
+                Problem("expert_axes", f"{expert_axes} on {axis}={mesh[axis]}", wanted, fix)
+            )
     return found
 
 

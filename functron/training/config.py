@@ -101,7 +101,8 @@ class ParallelismConfig:
         zigzag: give each rank of cp an early and a late part of every sequence, which balances
             causal attention.
         expert_axes: axes that shard experts: ep; or ep,tp with sequence_parallel, for whole experts
-            (Megatron's folding with expert tensor parallelism 1); cp and ulysses may be added.
+            (Megatron's folding with expert tensor parallelism 1); cp and ulysses may be added;
+            ep_node,ep over nodes and within them, for gpt.moe.dispatch=two-hop.
         uneven: logical axes of parameters that the ranks that split them need not divide: some of
             vocab,heads,mlp,embed,expert; the last ranks have padding in their parts.
         microbatches: number of microbatches of a rank's batch, to save activation memory and to

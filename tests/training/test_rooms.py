@@ -200,7 +200,10 @@ def test_compiled_two_hops_are_those_of_all_tokens(quick, row):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "checks",
-    [("compiled", "two-hop", "pipeline", "memory"), pytest.param(("more",), marks=pytest.mark.full)],
+    [
+        ("compiled", "two-hop", "pipeline", "memory"),
+        pytest.param(("more",), marks=pytest.mark.full),
+    ],
     ids="-".join,
 )
 def test_processes(torchrun, checks):

@@ -902,9 +902,9 @@ def _check_splits(
             wanted = f"axes that split tokens; the stream is {stream}"
             problems.append(Problem("axes", repr(name), wanted, fix))
     several = len(split_axes(axes)) > 1
-    if config.dispatch == "two-hop" and not several and lax.axis_size(axes) > 1:
-        fix = "divide experts over two: expert_axes fsdp,ep or ep,tp, nodes first; or use 'alltoall'"
-        wanted = "several axes with ranks, of which the first are the nodes"
+    if config.dispatch == "two-hop" and len(axes) == 1 and lax.axis_size(axes) > 1:
+        fix = "use expert_axes=ep_node,ep (or ep,tp) with ranks on both, or dispatch='alltoall'"
+        wanted = "several axes, of which the first are the nodes"
         problems.append(Problem("dispatch", f"'two-hop' over {axes}", wanted, fix))
     ranks, parts = lax.axis_size(axes), 1 if axis in axes else lax.axis_size(axis)
     have = tuple(params["experts"]["down"]["w"].shape[:2])

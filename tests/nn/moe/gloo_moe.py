@@ -70,7 +70,12 @@ if __name__ == "__main__":
         "etp": lambda: compare(mesh, CONFIG, ("ep",), WHOLE),
         "folded": lambda: compare(mesh, dropless, ("ep", "tp"), SPLIT),
         "two-hop": lambda: [
-            compare(mesh, replace(each, dispatch="two-hop", num_experts=16, top_k=5), ("ep", "tp"), SPLIT)
+            compare(
+                mesh,
+                replace(each, dispatch="two-hop", num_experts=16, top_k=5),
+                ("ep", "tp"),
+                SPLIT,
+            )
             for each in (CONFIG, dropless)
         ],
         "gather": lambda: compare(mesh, replace(CONFIG, dispatch="gather"), ("ep", "tp"), SPLIT),

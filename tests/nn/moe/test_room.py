@@ -123,7 +123,9 @@ def test_tokens_of_nodes_that_fit(room, most):
         return found.kept, ft.lax.psum(found.fill, mesh.axis_names)
 
     split = P(mesh.axis_names)
-    left, fill = ft.shard_map(program, mesh, (split, split), (split, P()), check=False)(experts, kept)
+    left, fill = ft.shard_map(program, mesh, (split, split), (split, P()), check=False)(
+        experts, kept
+    )
     rows = count_rows(mesh, axes, experts, kept)
     needed = max(
         next(r for r in ROOMS if math.ceil(r * mean) >= max(held.values())),
