@@ -372,7 +372,7 @@ def _count_rows(sends: Tensor, receives: Tensor, call: RaggedCall) -> RaggedCall
 
 
 def waits_for_sizes(x: Tensor, axes: Sequence[Axis], room: int) -> bool:
-    """Whether the host waits for the numbers of rows in an `exchange`, which are not static then."""
+    """Whether the host waits for numbers of rows in an `exchange`, which are not static then."""
     return all(isinstance(axis, BoundAxis) for axis in axes) and not (room and x.is_cuda)
 
 

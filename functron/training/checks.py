@@ -130,7 +130,10 @@ TRAIN_NEEDS: Needs = MappingProxyType({
     ),
     "expert_room": Need(has_experts, "experts", "choose a model with some"),
     "uneven": Need(
-        lambda c: c.parallelism.zero == 3 or any(_axis(c, n) > 1 for n in ("tp", "fsdp", "ep_node", "ep")),
+        lambda c: (
+            c.parallelism.zero == 3
+            or any(_axis(c, n) > 1 for n in ("tp", "fsdp", "ep_node", "ep"))
+        ),
         "ranks that split parameters",
         "add tp=N or fsdp=N to the mesh",
     ),
