@@ -478,7 +478,7 @@ class ScheduleOptions:
 
     Attributes:
         name: gpipe, 1f1b, eager-1f1b, interleaved, breadth-first, combined-1f1b, zb-h1, zb-h2, zbv,
-            v-min, v-half, dualpipe, dualpipev, forward, or the path of a table.
+            v-min, v-half, dualpipe, dualpipe-half, dualpipev, forward, or the path of a table.
         pp: pipeline ranks; 0: 4, or those of the table.
         microbatches: per step; 0: 8, or those of the table.
         chunks: stages per rank, where the schedule allows several numbers; 0: its default.

@@ -108,7 +108,7 @@ class ParallelismConfig:
         microbatches: number of microbatches of a rank's batch, to save activation memory and to
             keep pipeline ranks busy.
         schedule: pipeline schedule of pp: 1f1b, gpipe, interleaved, zb-h1, zb-h2, zbv, dualpipe,
-            dualpipev and others, or the path of a table.
+            dualpipe-half, dualpipev and others, or the path of a table.
         chunks: stages per pipeline rank; 0: the schedule's default.
         layout: layers of the pipeline stages: empty or even; cost: balanced by traced cost;
             first=N,last=N; or explicit, such as "Et|tt|tL" (E embedding, t layer, L loss, |

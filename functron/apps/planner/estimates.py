@@ -506,6 +506,8 @@ def estimate_memory(step: PlannedStep) -> Mapping[str, int]:
     send). Memory of the runtime and libraries is not in it, nor in `Hardware.memory_bytes`.
     """
     ranks = {*range(min(step.num_ranks, 2)), step.num_ranks - 1}
+    if step.schedule not in _ROUND:  # gradients of weights may wait on any rank
+        ranks = {*range(step.num_ranks)}
     found = [_rank_memory(step, rank) for rank in sorted(ranks)]
     return MappingProxyType(max(found, key=lambda row: sum(row.values())))
 

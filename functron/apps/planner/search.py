@@ -609,7 +609,7 @@ _FAR = 1.2
 """Candidates whose guessed activations are this factor above the free memory are tried last."""
 _LATE = 1e9
 
-_SPLIT = ("zb-h1", "zb-h2", "zbv", "v-min", "v-half", "dualpipe", "dualpipev")
+_SPLIT = ("zb-h1", "zb-h2", "zbv", "v-min", "v-half", "dualpipe", "dualpipe-half", "dualpipev")
 """Schedules that split backward into two parts."""
 _STAGES: Mapping[str, int] = MappingProxyType(
     dict.fromkeys(("zbv", "v-min", "v-half", "dualpipev"), 2)

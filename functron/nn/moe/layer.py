@@ -27,8 +27,10 @@ The first sends k copies of a token, the second n: gathering is for few ranks, o
 to a token. In two hops (DeepSeek-V3, section 3.2.2) a token crosses the links between nodes once
 for each node, of which routing may limit the number: the first of `axes` are the nodes, on whose
 rank of the same place it arrives with its weights, so that it is weighted and added up there
-before it goes back. Shapes are static: results have room for the worst case, all tokens of all ranks on one
-rank's experts, or for as many rows as `functron.nn.moe.room` bounds them to; what is sent between
+before it goes back.
+
+Shapes are static: results have room for the worst case, all tokens of all ranks on one rank's
+experts, or for as many rows as `functron.nn.moe.room` bounds them to; what is sent between
 processes, and what is multiplied, are real rows alone. The experts are feed-forward layers in three
 stacked weights.
 """

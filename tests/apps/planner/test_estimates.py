@@ -33,6 +33,7 @@ from functron.models import gpt
 from functron.models.options import ModelOptions
 from functron.nn.moe import MoEConfig
 from functron.training.config import configure, with_precision
+from functron.training.costs import step_peak_bytes
 from functron.training.setup import make_setup
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
@@ -276,6 +277,25 @@ def test_the_time_of_experts_is_that_of_the_fullest_rank(imbalance):
         found = [each.flops for each in work if each.what.startswith("grouped")]
         assert found == pytest.approx([product] * products, rel=1e-3)
         assert [x.num_bytes for x in work if x.what == "ragged_all_to_all"] == [sent] * exchanges
+
+
+@pytest.mark.full
+def test_deepseeks_own_layout_fits():
+    """EP 64 and DualPipe on 16 ranks, ZeRO-1, moments in bfloat16: on the ranks at the tip, too."""
+    given = {"model": "deepseek-v3", "mesh": "pp=16,dp=2,ep=64", "seq": 4096, "zero": 1}
+    given |= {"global_batch": 15360, "microbatches": 120, "remat": "full", "expert_room": 1.25}
+    given |= {"optimizer__mu_dtype": "bfloat16", "optimizer__nu_dtype": "bfloat16"}
+    held = []
+    for schedule in ("dualpipe", "dualpipe-half"):
+        config = with_precision(configure(**given, schedule=schedule, compile=True), "fp8-row")
+        made = make_setup(config, Mesh(pp=16, dp=2, ep=64))
+        held.append(estimate_run(made, hardware("h100")).memory)
+        if schedule == "dualpipe-half":
+            assert step_peak_bytes(made) < 80e9
+    whole, half = held
+    assert sum(half.values()) < 80e9 < sum(whole.values())
+    # of the operands of 8 microbatches' gradients of weights those of 4
+    assert half["activations"] / whole["activations"] == pytest.approx(0.5, abs=0.03)
 
 
 def test_two_hops_take_less_time_between_nodes():
