@@ -24,9 +24,9 @@ with the nearest that they do.
 
 from __future__ import annotations
 
-import math
 import inspect
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

@@ -67,9 +67,9 @@ def order_equations(equations: Sequence[Equation]) -> list[Equation]:
 
     The same on every rank, since it depends on nothing but the program. Of what could be next, a
     collective is; else what leads to a collective, the first such one; else the first as written.
-    Where all that is left waits for collectives, it waits for the one that started first. What leads
-    from one collective to another is waited for sooner: as soon as enough was computed meanwhile,
-    for a GPU of today, so that what is left lies under the next collective too.
+    Where all that is left waits for collectives, it waits for the one that started first. What
+    leads from one collective to another is waited for sooner: as soon as enough was computed
+    meanwhile, for a GPU of today, so that what is left lies under the next collective too.
     """
     count = len(equations)
     collective = [axis_of(equation) is not None for equation in equations]
@@ -123,7 +123,7 @@ def order_equations(equations: Sequence[Equation]) -> list[Equation]:
 
 
 _FLOPS, _MEMORY, _LINK, _LATENCY = 5e14, 2e12, 4e10, 2e-5
-"""About those of a GPU of 2023 and its links, per second; bytes; and a collective's least seconds."""
+"""About those of a GPU of 2023 and its links, per second, and a collective's least seconds."""
 
 
 def _guess_seconds(equation: Equation) -> float:

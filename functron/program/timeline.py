@@ -119,7 +119,7 @@ class StreamInterval(NamedTuple):
 
 
 class ExposedTraffic(NamedTuple):
-    """What one kind of collective sends over one axis, and how much of it nothing hides.
+    """Of one kind of collective over one axis: all that it sends, and how much nothing hides.
 
     Attributes:
         count: how many run.
@@ -169,10 +169,10 @@ class ProgramTimeline:
         found: dict[tuple[str, str], ExposedTraffic] = {}
         for row in self.rows:
             if row.axis is not None:
-                own = 1, row.end - row.start, row.exposed, row.sent_bytes, row.exposed_bytes
-                before = found.get((row.axis, row.what), (0, 0.0, 0.0, 0.0, 0.0))
-                made = ExposedTraffic(*map(sum, zip(before, own, strict=True)))
-                found[row.axis, row.what] = made
+                key, last = (row.axis, row.what), (row.exposed, row.sent_bytes, row.exposed_bytes)
+                count, seconds, *rest = found.get(key, ExposedTraffic(0, 0.0, 0.0, 0.0, 0.0))
+                sums = (a + b for a, b in zip(rest, last, strict=True))
+                found[key] = ExposedTraffic(count + 1, seconds + row.end - row.start, *sums)
         return MappingProxyType(dict(sorted(found.items())))
 
     @property

@@ -668,7 +668,7 @@ def _list_notes(step: PlannedStep, lanes: Sequence[Lane]) -> Iterator[str]:
 
 
 def _describe_room(step: PlannedStep) -> str:
-    """What is assumed of rows of experts: in time, and in memory, where ranks divide experts."""
+    """The assumption on rows of experts: in time, and in memory, where ranks divide experts."""
     options, moe = step.pieces.options, step.pieces.config.moe
     if all(step.mesh[axis] == 1 for axis in options.expert_axes):
         return "tokens are assumed to be balanced among experts"

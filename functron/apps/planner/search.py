@@ -253,9 +253,9 @@ class Space:
         for tp, cp, ep, nodes, pp in rows:
             if self.gpus % (tp * cp * ep * nodes * pp):
                 continue
-            if nodes > 1 and (ep * tp != self.domain or (moe and moe.num_experts % (nodes * ep))):
-                if not {"ep", "ep_node"} <= self.fixed.keys():
-                    continue
+            uneven = ep * tp != self.domain or (moe and moe.num_experts % (nodes * ep))
+            if nodes > 1 and uneven and not {"ep", "ep_node"} <= self.fixed.keys():
+                continue
             data = self.gpus // (tp * cp * ep * nodes * pp)
             inside = [n for n in (1, *_FSDP, data) if data % n == 0 and n <= data]
             for fsdp in self._list_values("fsdp", sorted(set(inside))):

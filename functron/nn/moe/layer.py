@@ -543,7 +543,7 @@ def _send_by_node(
 
 
 def _describe_choices(routed: _Routed, node: Tensor, nodes: int) -> Tensor:
-    """What a node has to know of a token: ``[tokens * nodes, 2 k]``.
+    """All that a node has to know of a token: ``[tokens * nodes, 2 k]``.
 
     The weights of its choices there, then the numbers of their experts in the node from 1, and
     zeros where it has none. Numbers are exact: of a float type, so that one exchange sends both.
