@@ -47,6 +47,7 @@ from functron.training.config import (
 )
 from functron.training.costs import parameter_table, step_report
 from functron.training.data import objective_of
+from functron.training.rooms import EXPERT_ROOM
 from functron.training.setup import make_setup
 
 if TYPE_CHECKING:
@@ -56,10 +57,6 @@ planner: Any = apps.find("planner")
 """The planner, which `run` and `recipes` need; None where it is not installed."""
 
 _SEQ = 2048  # default for models without a longest sequence
-
-
-EXPERT_ROOM = 1.25
-"""The assumption of plans on routing: the fullest rank gets so many times the balanced rows."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +90,9 @@ class PlanOptions:
         model: name of a preset, which sets the architecture.
         gpt: the architecture.
         optimizer: the optimizer.
-        expert_room: the rows for which a rank's experts have room, as for functron train: how many
-            times the balanced ones the fullest rank is expected to get; 0: all of all ranks.
+        expert_room: the rows for which a rank's experts have room, as for functron train: a little
+            more times the balanced ones than the fullest rank is expected to get, whose time
+            counts; 0: all of all ranks.
         picture: write step time over memory of the Pareto-optimal candidates to this file, as SVG.
         timeline: write the best step's timeline to this file: .svg, or .json for Perfetto.
     """
@@ -382,7 +380,7 @@ TRACE_NEEDS: Needs = MappingProxyType({
         lambda c: (
             _need_axes("dp", "fsdp").holds(c)
             if c.parallelism.zero == 3
-            else _need_axes("dp", "ep", "cp", "ulysses").holds(c)
+            else _need_axes("dp", "ep_node", "ep", "cp", "ulysses").holds(c)
         ),
         "several ranks that hold the same",
         "add dp=N to the mesh",
@@ -480,7 +478,7 @@ class ScheduleOptions:
 
     Attributes:
         name: gpipe, 1f1b, eager-1f1b, interleaved, breadth-first, combined-1f1b, zb-h1, zb-h2, zbv,
-            v-min, v-half, dualpipe, dualpipev, forward, or the path of a table.
+            v-min, v-half, dualpipe, dualpipe-half, dualpipev, forward, or the path of a table.
         pp: pipeline ranks; 0: 4, or those of the table.
         microbatches: per step; 0: 8, or those of the table.
         chunks: stages per rank, where the schedule allows several numbers; 0: its default.

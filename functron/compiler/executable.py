@@ -486,7 +486,7 @@ def _find_obstacle(equation: Equation) -> tuple[str, str] | None:
     if isinstance(equation.op, ControlFlow):
         fix = "compute both and choose by torch.where, give a loop a known length, or graph=False"
         return "what it runs next, which the host reads", fix
-    if equation.name == _RAGGED and not any(equation.args[6:]):  # the room for rows of each rank
+    if equation.name == _RAGGED and not any(equation.args[6:7]):  # the room for rows of each rank
         fix = "bound what ranks send, such as by capacity_factor, or graph=False"
         return "as many rows as there are, which the host reads", fix
     if equation.name in EFFECTS or _READS.intersection(equation.op.tags):

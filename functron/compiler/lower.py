@@ -377,9 +377,9 @@ def _wait_for(graph: fx.Graph, equation: Equation, nodes: dict[Var, fx.Node]) ->
     if equation.name == "psum_scatter":
         node = graph.call_function(_aten.squeeze.dim, (node, 0))
     elif equation.name == "ragged_all_to_all":
-        x, _, _, _, receives, capacity, *room = equation.args
-        if ragged.pads(x.device, *room):
-            args = (node, nodes[receives], capacity, *room)
+        x, _, _, _, receives, capacity, *more = equation.args
+        if more and ragged.pads(x.device, more[0]):
+            args = (node, nodes[receives], capacity, more[0])
             node = graph.call_function(torch.ops.functron.ragged_end.default, args)
     nodes[result] = node
 
@@ -389,7 +389,7 @@ _LOWERINGS: dict[str, Callable[..., fx.Node]] = {
     "ppermute": lambda call, group, x, size, sources, destinations: call(
         torch.ops.functron.permute_ranks.default, (x, group, list(sources), list(destinations))
     ),
-    "ragged_all_to_all": lambda call, group, x, size, sends, receives, capacity, room=0: call(
+    "ragged_all_to_all": lambda call, group, x, size, sends, receives, capacity, room=0, _=0: call(
         torch.ops.functron.ragged_ranks.default, (x, group, sends, receives, capacity, room)
     ),
 }

@@ -79,7 +79,7 @@ __all__ = [
 ]
 
 
-_TOKENS = ("ep", *CONTEXT_AXES, "tp")
+_TOKENS = ("ep_node", "ep", *CONTEXT_AXES, "tp")
 
 
 @public
@@ -106,7 +106,8 @@ def rules(
             for ZeRO-3 over all data ranks; ``()`` where fsdp splits nothing but the batch.
         expert_axes: the axes that experts are divided over, all of which split tokens:
             ``("ep",)``; ``("ep", "tp")`` under sequence parallelism, which is Megatron's folding
-            with expert-tensor-parallel size 1; with ``"cp"`` and ``"ulysses"`` where these exist.
+            with expert-tensor-parallel size 1; with ``"cp"`` and ``"ulysses"`` where these exist;
+            ``("ep_node", "ep")`` over nodes and within them, for ``dispatch="two-hop"``.
             Pass the same in `ModelOptions`.
         uneven: logical axes that what splits them need not divide (`functron.Uneven`): some of
             ``"vocab"``, ``"heads"``, ``"mlp"``, ``"embed"`` and ``"expert"``. Key heads that tp
@@ -202,7 +203,9 @@ def _expert_problems(
 ) -> list[Problem]:
     if config.moe is None:
         wanted, fix = "ep=1: this decoder has no experts", "put those ranks on dp, fsdp or tp"
-        return [Problem("mesh", f"ep={mesh['ep']}", wanted, fix)] if mesh["ep"] > 1 else []
+        sizes = {axis: mesh[axis] for axis in ("ep_node", "ep") if mesh[axis] > 1}
+        got = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+        return [Problem("mesh", got, wanted, fix)] if sizes else []
     if set(expert_axes) - set(_TOKENS) or len(set(expert_axes)) < len(expert_axes):
         fix = "for more ranks of data, use ep: it splits the batch as dp does"
         return [Problem("expert_axes", repr(expert_axes), f"some of {_TOKENS}, each once", fix)]
@@ -214,9 +217,12 @@ def _expert_problems(
         each += ", or one axis that need not divide them" if uneven else ""
         fix = f"divide them among {math.gcd(count, ranks)} ranks"
         found.append(Problem("moe.num_experts", str(count), f"a multiple of {each}", fix))
-    if "ep" not in expert_axes and mesh["ep"] > 1:
-        wanted, fix = "ep among the axes of experts, or ep=1", "use dp for those ranks"
-        found.append(Problem("expert_axes", f"{expert_axes} on ep={mesh['ep']}", wanted, fix))
+    for axis in ("ep_node", "ep"):
+        if axis not in expert_axes and mesh[axis] > 1:
+            wanted, fix = f"{axis} among the axes of experts, or {axis}=1", "use dp for those ranks"
+            found.append(
+                Problem("expert_axes", f"{expert_axes} on {axis}={mesh[axis]}", wanted, fix)
+            )
     return found
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -447,15 +448,29 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     Memory: activations of p+1 stages, parameters of 2, on every rank.
     Admits: an even number of ranks; an even number of microbatches, at least twice the ranks.
     """
-    _check_counts("dualpipe", num_ranks, num_microbatches, every=2, per_rank=2)
+    return _make_dualpipe("dualpipe", num_ranks, num_microbatches, 1.0)
+
+
+def dualpipe_half(num_ranks: int, num_microbatches: int) -> Schedule:
+    """DualPipe with half of the gradients of weights that it keeps for waits in the end.
+
+    Those at the tip, ranks p/2-1 and p/2, keep p/4 of them in place of p/2, each as large as the
+    operands of all of a stage's products; the last waits are as much longer as these take.
+    Admits what `dualpipe` does, with which it agrees on 2 ranks.
+    """
+    return _make_dualpipe("dualpipe-half", num_ranks, num_microbatches, 0.5)
+
+
+def _make_dualpipe(name: str, num_ranks: int, num_microbatches: int, kept: float) -> Schedule:
+    _check_counts(name, num_ranks, num_microbatches, every=2, per_rank=2)
     half, each = num_ranks // 2, num_microbatches // 2
     columns = []
     for rank in range(num_ranks):
         mirrored = rank >= half
-        column = _dualpipe_column(min(rank, num_ranks - 1 - rank), half, each)
+        column = _dualpipe_column(min(rank, num_ranks - 1 - rank), half, each, kept)
         columns.append([tuple(_swap_direction(a, mirrored, each) for a in cell) for cell in column])
     down, up = _v_pipe(num_ranks)[:num_ranks], _v_pipe(num_ranks)[num_ranks:]
-    return place("dualpipe", [down, up], num_microbatches, columns)
+    return place(name, [down, up], num_microbatches, columns)
 
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -482,14 +497,18 @@ def _swap_direction(action: Action, mirrored: bool, each: int) -> Action:
     return Action(action.kind, action.microbatch + chunk * each, chunk)
 
 
-def _dualpipe_column(rank: int, num_ranks: int, num_microbatches: int) -> list[ScheduleCell]:
+def _dualpipe_column(
+    rank: int, num_ranks: int, num_microbatches: int, kept: float = 1.0
+) -> list[ScheduleCell]:
     """The cells of a rank of a V, in the eight steps of DeepSeek's DualPipe.
 
-    Chunk 0 is its way down, chunk 1 its way up.
+    Chunk 0 is its way down, chunk 1 its way up; `kept` is the part of the gradients of weights that
+    wait for the end of those of DeepSeek's, at least one.
     """
     after, upto = num_ranks - rank - 1, rank + 1  # ranks nearer to the tip; those from the start on
     tip, steady = int(after == 0), num_microbatches - 2 * num_ranks + upto
-    last = [f"{'I' if i >= upto else 'B'}{1 - i % 2}" for i in range(2 * upto)]
+    late = math.ceil(upto * kept)
+    last = [f"{'I' if i >= 2 * upto - late else 'B'}{1 - i % 2}" for i in range(2 * upto)]
     return _repeat(
         ("F0", 2 * after),  # 1: forwards, until the first one comes back up
         ("F0 F1", upto),  # 2: forwards of both
@@ -499,7 +518,7 @@ def _dualpipe_column(rank: int, num_ranks: int, num_microbatches: int) -> list[S
         ("B1 F1+B0", after),  # 5: no forwards of the way down are left
         (" ".join(last), 1),  # 6: no forwards; the second half keeps its weights for later waits
         ("W I0", after),  # 7: weights fill the waits for the last cotangents
-        ("W", upto),  # 8
+        ("W", late),  # 8
     )
 
 
@@ -517,6 +536,7 @@ _GENERATORS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
         "v-min": v_min,
         "v-half": v_half,
         "dualpipe": dualpipe,
+        "dualpipe-half": dualpipe_half,
         "dualpipev": dualpipev,
         "forward": forward,
     }

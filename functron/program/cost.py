@@ -36,7 +36,7 @@ from torch.utils.flop_counter import (
 from functron.core.scopes import Phase
 from functron.core.tables import align_columns, bytes_text, count_text, html_table
 from functron.program.equations import Block, Code, ControlFlow, Equation, Switch, Var, While
-from functron.program.text import axis_of, dtype_text, payload_bytes, short_line
+from functron.program.text import axis_of, dtype_text, expected_rows, payload_bytes, short_line
 
 _aten = torch.ops.aten
 
@@ -87,6 +87,11 @@ FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = MappingProxyType(
 queries; pass them on as ``FlopCounterMode(custom_mapping=dict(FLOP_FORMULAS))``. Like torch's for
 its other attention kernels, they ignore causality."""
 
+_GROUPED = frozenset(
+    f"{kind}grouped_{op}"
+    for kind in ("", "scaled_")
+    for op in ("matmul", "matmul_weight", "weight")
+)
 _LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
 """Operations that read of their first operand no more than they return."""
 
@@ -250,9 +255,7 @@ def cost(program: Code) -> Cost:
     total: Any = Counter()  # with parts of runs where branches have weights
     by_dtype: Any = Counter()
     model = whole = 0
-    filled: dict[Equation, float] = {}
-    for block in program.block.walk_blocks():
-        filled |= find_filled(block)
+    filled = find_filled(program)
     for equation, times in walk_dearest(program.block, equation_flops):
         found = equation_flops(equation)
         if found:
@@ -290,22 +293,33 @@ def cost(program: Code) -> Cost:
     )
 
 
-def find_filled(block: Block) -> dict[Equation, float]:
-    """By product of experts, the average fraction of its rows that have tokens.
+def find_rooms(program: Code) -> dict[int, float]:
+    """By numbers of rows that ragged exchanges have room for, the fraction that comes on average.
 
-    A ragged exchange has room for more than come: on average as many as were sent.
+    As many as were sent, or as the exchange expects.
     """
     rooms = {}
-    for equation in block.equations:
+    for equation, _ in program.block.walk():
         if equation.name == "ragged_all_to_all":
             sent, room = equation.operands[0].shape[0], equation.results[0].shape[0]
+            sent = expected_rows(equation) or sent
             if sent < room:
                 rooms[room] = sent / room
+    return rooms
+
+
+def find_filled(program: Code, rooms: Mapping[int, float] | None = None) -> dict[Equation, float]:
+    """By product of experts, the average fraction of its rows that have tokens.
+
+    Args:
+        rooms: those of a program that this is a part of, such as gradients of weights alone, whose
+            rows another part exchanged; None: the program's own.
+    """
+    rooms = find_rooms(program) if rooms is None else rooms
     return {
         equation: rooms[rows]
-        for equation in block.equations
-        if equation.name.startswith("grouped_matmul")
-        and (rows := equation.operands[0].shape[0]) in rooms
+        for equation, _ in program.block.walk()
+        if equation.name in _GROUPED and (rows := equation.operands[0].shape[0]) in rooms
     }
 
 

@@ -616,8 +616,8 @@ def _run_own(equation: Equation, *args: Any, **kwargs: Any) -> Any:
             "this one"
         )
     if name == "ragged_all_to_all":
-        _, sends, receives, capacity, *room = sizes
-        call = RaggedCall(found[0], capacity, room=sum(room))
+        _, sends, receives, capacity, room, expected = (*sizes, 0, 0)[:6]
+        call = RaggedCall(found[0], capacity, room=room, expected=expected)
         return RaggedAllToAll.apply(x, sends, receives, found[0].token, call)
     primitive, options = _primitive(name, sizes[1:], kwargs)
     return primitive.call(x, found[0], **options)

@@ -43,6 +43,7 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
+from functron.program.cost import equation_bytes, equation_flops, sent_bytes
 from functron.program.equations import (
     Block,
     ControlFlow,
@@ -66,7 +67,9 @@ def order_equations(equations: Sequence[Equation]) -> list[Equation]:
 
     The same on every rank, since it depends on nothing but the program. Of what could be next, a
     collective is; else what leads to a collective, the first such one; else the first as written.
-    Where all that is left waits for collectives, it waits for the one that started first.
+    Where all that is left waits for collectives, it waits for the one that started first. What
+    leads from one collective to another is waited for sooner: as soon as enough was computed
+    meanwhile, for a GPU of today, so that what is left lies under the next collective too.
     """
     count = len(equations)
     collective = [axis_of(equation) is not None for equation in equations]
@@ -86,6 +89,9 @@ def order_equations(equations: Sequence[Equation]) -> list[Equation]:
     missing = [len(before) for before in needs]
     ready = [(not collective[i], leads[i], i) for i in range(count) if not missing[i]]
     heapq.heapify(ready)
+    chained = [c and any(leads[j] < count for j in readers[i]) for i, c in enumerate(collective)]
+    now, free = 0.0, dict.fromkeys(map(axis_of, equations), 0.0)
+    ends: dict[int, float] = {}
     under_way: list[int] = []
     order: list[Equation] = []
 
@@ -96,17 +102,37 @@ def order_equations(equations: Sequence[Equation]) -> list[Equation]:
                 heapq.heappush(ready, (not collective[reader], leads[reader], reader))
 
     while ready or under_way:
-        if not ready:
-            done(under_way.pop(0))
+        over = [i for i in under_way if chained[i] and ends[i] <= now]
+        if over or not ready:
+            i = over[0] if over else under_way[0]
+            under_way.remove(i)
+            now = max(now, ends[i])
+            done(i)
             continue
         *_, i = heapq.heappop(ready)
         order.append(equations[i])
         if collective[i]:
+            axis = axis_of(equations[i])
+            ends[i] = free[axis] = max(now, free[axis]) + _guess_seconds(equations[i])
             under_way.append(i)
         else:
+            now += _guess_seconds(equations[i])
             done(i)
     assert len(order) == count
     return order
+
+
+_FLOPS, _MEMORY, _LINK, _LATENCY = 5e14, 2e12, 4e10, 2e-5
+"""About those of a GPU of 2023 and its links, per second, and a collective's least seconds."""
+
+
+def _guess_seconds(equation: Equation) -> float:
+    """About how long an equation takes, on every machine alike: for an order alone."""
+    if axis_of(equation) is not None:
+        return _LATENCY + sent_bytes(equation) / _LINK
+    if isinstance(equation.op, ControlFlow) or equation.aliases:
+        return 0.0
+    return max(equation_flops(equation) / _FLOPS, equation_bytes(equation) / _MEMORY)
 
 
 def waits(equations: Sequence[Equation]) -> list[list[Equation]]:

@@ -220,6 +220,11 @@ def axis_of(equation: Equation) -> str | None:
     return equation.args[1] if len(equation.args) > 1 else equation.kwargs["axis"]
 
 
+def expected_rows(equation: Equation) -> int:
+    """The rows of a ragged exchange that a rank sends and gets on average; 0: not said."""
+    return min((*equation.args, 0, 0)[7], equation.operands[0].shape[0])
+
+
 def payload_bytes(equation: Equation) -> int:
     """The bytes of a collective's operand, or of an all_gather's result, on one rank.
 
@@ -227,7 +232,9 @@ def payload_bytes(equation: Equation) -> int:
     receive, and each has room for more than that on the side where it cannot know.
     """
     if equation.name == "ragged_all_to_all":
-        return min(equation.operands[0].nbytes, equation.results[0].nbytes)
+        sent, got = equation.operands[0], equation.results[0]
+        known = expected_rows(equation)
+        return known * sent.nbytes // sent.shape[0] if known else min(sent.nbytes, got.nbytes)
     gathers = equation.name == "all_gather"
     return (equation.results if gathers else equation.operands)[0].nbytes
 

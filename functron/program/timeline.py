@@ -12,7 +12,10 @@ process group. Each does what it was given in the order in which it was issued
   are not compiled.
 
 How long the computing stream waits is **exposed** communication; of all else that is sent, it is
-hidden behind what is computed. So the total is what is computed and what is exposed.
+hidden behind what is computed. So the total is what is computed and what is exposed. Bytes are
+exposed as seconds of their collective are. Two actions of a combined cell of a pipeline's schedule
+are one program (`functron.pipeline.cut.join_programs`): what one sends lies under what the other
+computes.
 
 Ranks are alike, so one of them is modelled, whatever the size of the mesh. Switches take the branch
 that takes longest, or each by its weight, and loops of unknown length run once, as in costs; that
@@ -31,7 +34,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from functron.core import chart
-from functron.core.tables import align_columns, html_table
+from functron.core.tables import align_columns, bytes_text, html_table
 from functron.program.cost import dearest_runs, equation_bytes, equation_flops, sent_bytes
 from functron.program.equations import Block, Code, ControlFlow, Equation, Scan
 from functron.program.overlap import (
@@ -97,6 +100,7 @@ class StreamInterval(NamedTuple):
         start, end: in seconds from the start of the program.
         axis: of a collective; None of what is computed.
         exposed: of a collective, how much of it the computing stream waited for.
+        sent_bytes: of a collective, what a rank sends.
     """
 
     what: str
@@ -105,6 +109,31 @@ class StreamInterval(NamedTuple):
     end: float
     axis: str | None
     exposed: float = 0.0
+    sent_bytes: float = 0.0
+
+    @property
+    def exposed_bytes(self) -> float:
+        """Of what is sent, the part that is sent while the computing stream waits for it."""
+        length = self.end - self.start
+        return self.sent_bytes * self.exposed / length if length else 0.0
+
+
+class ExposedTraffic(NamedTuple):
+    """Of one kind of collective over one axis: all that it sends, and how much nothing hides.
+
+    Attributes:
+        count: how many run.
+        seconds: from start to end.
+        exposed_seconds: of these, for which the computing stream waited.
+        sent_bytes: by each rank, as in costs (`functron.program.cost.Traffic`).
+        exposed_bytes: of these, those that were sent meanwhile.
+    """
+
+    count: int
+    seconds: float
+    exposed_seconds: float
+    sent_bytes: float
+    exposed_bytes: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,6 +163,18 @@ class ProgramTimeline:
             found[row.stream] = found.get(row.stream, 0.0) + row.end - row.start
         return MappingProxyType(found)
 
+    @cached_property
+    def traffic(self) -> Mapping[tuple[str, str], ExposedTraffic]:
+        """By axis and collective what is sent, and what of it is exposed."""
+        found: dict[tuple[str, str], ExposedTraffic] = {}
+        for row in self.rows:
+            if row.axis is not None:
+                key, last = (row.axis, row.what), (row.exposed, row.sent_bytes, row.exposed_bytes)
+                count, seconds, *rest = found.get(key, ExposedTraffic(0, 0.0, 0.0, 0.0, 0.0))
+                sums = (a + b for a, b in zip(rest, last, strict=True))
+                found[key] = ExposedTraffic(count + 1, seconds + row.end - row.start, *sums)
+        return MappingProxyType(dict(sorted(found.items())))
+
     @property
     def streams(self) -> list[str]:
         """The computing one first."""
@@ -144,7 +185,7 @@ class ProgramTimeline:
         place = {stream: row for row, stream in enumerate(self.streams)}
         bars = [
             chart.TextBar(place[stream], start, end, (what,), "=" if axis is None else "·")
-            for what, stream, start, end, axis, _ in self.rows
+            for what, stream, start, end, axis, *_ in self.rows
         ]
         return chart.gantt_text(bars, self.streams, width)
 
@@ -161,17 +202,25 @@ class ProgramTimeline:
                 f"{what}: {end - start:.3g} s, {exposed:.3g} s exposed",
                 _COLOURS[0 if axis is None else 1 + (exposed > 0)],
             )
-            for what, stream, start, end, axis, exposed in self.rows
+            for what, stream, start, end, axis, exposed, _ in self.rows
         ]  # fmt: skip
         legend = list(zip(("computed", "hidden", "exposed"), _COLOURS, strict=True))
         return chart.Gantt(boxes, self.streams, self._title(), legend)
 
     def table(self) -> list[list[str]]:
-        """The streams as a table of text, headings first."""
-        rows = [["stream", "busy", "exposed"]]
+        """The streams, and the collectives of each axis, as a table of text, headings first."""
+        rows = [["stream", "busy", "exposed", "sent", "of it exposed"]]
         for stream in self.streams:
             exposed = f"{self.exposed[stream]:.4g} s" if stream in self.exposed else ""
-            rows.append([stream, f"{self.busy.get(stream, 0.0):.4g} s", exposed])
+            own = [row for (axis, _), row in self.traffic.items() if axis == stream]
+            sums = [sum(each[i] for each in own) for i in (3, 4)]
+            sent = [bytes_text(round(each)) for each in sums] if own else ["", ""]
+            rows.append([stream, f"{self.busy.get(stream, 0.0):.4g} s", exposed, *sent])
+            for (axis, what), (count, seconds, waited, *both) in self.traffic.items():
+                if axis == stream:
+                    cells = f"{seconds:.4g} s", f"{waited:.4g} s"
+                    sent = (bytes_text(round(each)) for each in both)
+                    rows.append([f"  {count} {what}", *cells, *sent])
         return rows
 
     def _title(self) -> str:
@@ -227,7 +276,7 @@ class _Work:
     what: str
     start: float
     end: float
-    exposed: float = 0.0
+    sent_bytes: float
 
 
 @dataclass(eq=False)
@@ -251,10 +300,10 @@ class _Clock:
             self.rows.append(StreamInterval(what, COMPUTE, self.now, self.now + seconds, None))
             self.now += seconds
 
-    def start(self, key: Any, axis: str, what: str, seconds: float) -> None:
+    def start(self, key: Any, axis: str, what: str, seconds: float, sent: float) -> None:
         begin = max(self.now, self.free.get(axis, 0.0))
         self.free[axis] = begin + seconds
-        self.under_way[key] = _Work(axis, what, begin, begin + seconds)
+        self.under_way[key] = _Work(axis, what, begin, begin + seconds, sent)
 
     def wait(self, key: Any) -> None:
         work = self.under_way.pop(key)
@@ -262,9 +311,9 @@ class _Clock:
         self.exposed[work.axis] = self.exposed.get(work.axis, 0.0) + exposed
         self.now += exposed
         share = min(exposed, work.end - work.start)
-        self.rows.append(
-            StreamInterval(work.what, work.axis, work.start, work.end, work.axis, share)
-        )
+        axis = work.axis
+        row = StreamInterval(work.what, axis, work.start, work.end, axis, share, work.sent_bytes)
+        self.rows.append(row)
 
 
 _Step = Callable[[_Clock], None]
@@ -337,8 +386,8 @@ class _Planner:
 
     def _start(self, equation: Equation, key: Any = None) -> _Step:
         axis, what, seconds = equation.args[1], equation.name, self.costs(equation)
-        key = equation if key is None else key
-        return lambda clock: clock.start(key, axis, what, seconds)
+        key, sent = equation if key is None else key, sent_bytes(equation)
+        return lambda clock: clock.start(key, axis, what, seconds, sent)
 
     def _scan(self, equation: Equation, op: Scan) -> _Step:
         parts = split_scan_body(op, _find_needed(equation, op)) if self.prefetch else None

@@ -20,11 +20,12 @@ from functron.core.tables import Table
 from functron.spmd.flight import EVERYWHERE, DisagreementError, FlightRecorder, RecordedGroup
 from functron.spmd.shared_memory import HostGroups
 
-STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ulysses", "ep", "tp")
+STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "ulysses", "ep_node", "ep", "tp")
 """The axes that layers may name on any mesh; where a mesh lacks one, it has size 1."""
 
-DATA_AXES = ("dp", "fsdp", "ep")
-"""The axes that split the batch, major to minor; ``ep`` is a data axis for all but the experts."""
+DATA_AXES = ("dp", "fsdp", "ep_node", "ep")
+"""The axes that split the batch, major to minor; ``ep`` is a data axis for all but the experts, and
+so is ``ep_node``, the nodes over which ``ep`` goes on where experts are on several."""
 
 FSDP_AXES = ("dp", "fsdp")
 """Of these, those that parameters may be split over, to be gathered where they are used."""

@@ -209,7 +209,7 @@ _c10d = torch.ops._c10d_functional
 
 LIBRARY.define(
     "ragged_all_to_all(Tensor x, str axis, int size, Tensor sends, Tensor receives, int capacity, "
-    "int room=0) -> Tensor"
+    "int room=0, int expected=0) -> Tensor"
 )
 
 
@@ -282,6 +282,7 @@ def exchange(
     wait: bool = True,
     passing: int | None = None,
     backwards: bool = False,
+    expected: int = 0,
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """`ragged_all_to_all` for rows that are sorted by destination and then by something else.
 
@@ -296,6 +297,7 @@ def exchange(
         passing: a bound on what any rank passes on, on the way along several axes; None: none is
             known.
         backwards: along the last axis first: rows that came over some ranks go back over the same.
+        expected: the rows that a rank sends and gets on average, for costs; 0: unknown.
 
     Returns:
         rows: ``[capacity, ...]``; on processes, outside of a trace and without `room`, exactly the
@@ -326,6 +328,7 @@ def exchange(
         last = position == (0 if backwards else len(axes) - 1)
         each = room * math.prod(axis.size for axis in axes) // axis.size
         call = RaggedCall(axis, bound, wait or not last, each if _should_pad(x, axis) else 0)
+        call = replace(call, expected=expected)
         call = _count_rows(sends, receives, call)
         sent: Any = RaggedAllToAll.apply(rows, sends, receives, axis.token, call)
         rows, sizes = sent, incoming.movedim(0, position)
@@ -368,6 +371,16 @@ def _count_rows(sends: Tensor, receives: Tensor, call: RaggedCall) -> RaggedCall
     return replace(call, capacity=sum(incoming), counts=(outgoing, incoming))
 
 
+def waits_for_sizes(x: Tensor, axes: Sequence[Axis], room: int) -> bool:
+    """Whether the host waits for numbers of rows in an `exchange`, which are not static then."""
+    return all(isinstance(axis, BoundAxis) for axis in axes) and not (room and x.is_cuda)
+
+
+def count_kept(kept: Tensor, bound: int) -> int:
+    """The number of those that are, which the host waits for; `bound` under a vmap of samples."""
+    return bound if compat.physical(kept)[1] else min(bound, int(compat.plain(kept).sum()))
+
+
 def _check_capacity(total: int, capacity: int) -> None:
     if total > capacity:
         raise ValueError(
@@ -385,6 +398,7 @@ class RaggedCall:
         capacity: the rows of the result.
         room: of rows from one rank to another; 0: exactly as many as there are.
         counts: of rows to each rank, and from each, where the host knows them.
+        expected: the rows that a rank sends and gets on average; 0: unknown.
     """
 
     axis: Axis
@@ -392,6 +406,7 @@ class RaggedCall:
     wait: bool = True
     room: int = 0
     counts: tuple[list[int], list[int]] | None = None
+    expected: int = 0
 
 
 class RaggedAllToAll(Function):
@@ -485,8 +500,8 @@ def _send(x: Tensor, sends: Tensor, receives: Tensor, call: RaggedCall) -> Tenso
     axis = call.axis
     if isinstance(axis, TracedAxis):
         op = torch.ops.functron.ragged_all_to_all
-        room = (call.room,) if call.room else ()
-        return op(x, axis.name, axis.size, sends, receives, call.capacity, *room)
+        more = (call.room, call.expected) if call.expected else (call.room,) * bool(call.room)
+        return op(x, axis.name, axis.size, sends, receives, call.capacity, *more)
     assert isinstance(axis, BoundAxis)
     if call.room:
         with axis.record("ragged_all_to_all", x):
@@ -548,7 +563,7 @@ def _exchange_exact(
     return torch.cat([_c10d.wait_tensor(got), x.new_zeros(capacity - total, *x.shape[1:])])
 
 
-def _fake_exchange(x, axis, size, sends, receives, capacity, room=0):
+def _fake_exchange(x, axis, size, sends, receives, capacity, room=0, expected=0):
     return x.new_empty(capacity, *x.shape[1:])
 
 

@@ -130,7 +130,10 @@ TRAIN_NEEDS: Needs = MappingProxyType({
     ),
     "expert_room": Need(has_experts, "experts", "choose a model with some"),
     "uneven": Need(
-        lambda c: c.parallelism.zero == 3 or any(_axis(c, n) > 1 for n in ("tp", "fsdp", "ep")),
+        lambda c: (
+            c.parallelism.zero == 3
+            or any(_axis(c, n) > 1 for n in ("tp", "fsdp", "ep_node", "ep"))
+        ),
         "ranks that split parameters",
         "add tp=N or fsdp=N to the mesh",
     ),
@@ -470,7 +473,7 @@ def sequence_parts(config: TrainConfig, mesh: Mesh | BoundMesh) -> tuple[int, st
 def _zero_problems(config: TrainConfig, mesh: Mesh) -> Iterator[Problem]:
     """The stage of ZeRO, where no axis of the mesh has ranks that could divide anything by it."""
     stage = config.parallelism.zero
-    axes = ("dp", "fsdp") if stage == 3 else ("dp", "ep", *CONTEXT_AXES)
+    axes = ("dp", "fsdp") if stage == 3 else ("dp", "ep_node", "ep", *CONTEXT_AXES)
     if stage and all(mesh[axis] == 1 for axis in axes):
         got = f"{stage} on {str(mesh) or 'one rank'}"
         wanted = f"several {', '.join(axes[:-1])} or {axes[-1]} ranks"

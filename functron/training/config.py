@@ -101,13 +101,14 @@ class ParallelismConfig:
         zigzag: give each rank of cp an early and a late part of every sequence, which balances
             causal attention.
         expert_axes: axes that shard experts: ep; or ep,tp with sequence_parallel, for whole experts
-            (Megatron's folding with expert tensor parallelism 1); cp and ulysses may be added.
+            (Megatron's folding with expert tensor parallelism 1); cp and ulysses may be added;
+            ep_node,ep over nodes and within them, for gpt.moe.dispatch=two-hop.
         uneven: logical axes of parameters that the ranks that split them need not divide: some of
             vocab,heads,mlp,embed,expert; the last ranks have padding in their parts.
         microbatches: number of microbatches of a rank's batch, to save activation memory and to
             keep pipeline ranks busy.
         schedule: pipeline schedule of pp: 1f1b, gpipe, interleaved, zb-h1, zb-h2, zbv, dualpipe,
-            dualpipev and others, or the path of a table.
+            dualpipe-half, dualpipev and others, or the path of a table.
         chunks: stages per pipeline rank; 0: the schedule's default.
         layout: layers of the pipeline stages: empty or even; cost: balanced by traced cost;
             first=N,last=N; or explicit, such as "Et|tt|tL" (E embedding, t layer, L loss, |

@@ -21,6 +21,9 @@ from functron.nn.moe.room import ROOMS, needed_room, overflowed, room_at_least
 MARGIN = 1.0625
 """Times what was needed: so much room there is to be, for steps whose routing differs a little."""
 
+EXPERT_ROOM = 1.25
+"""The assumption of plans on routing: the fullest rank needs so much room, with `MARGIN`."""
+
 _STEPS = 64  # that room is learned of before there is less of it
 _WORTH = 2  # places in `ROOMS`: programs of a little less room are not worth compiling
 

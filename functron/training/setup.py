@@ -876,7 +876,7 @@ def has_experts(config: TrainConfig) -> bool:
 def _divides_experts(made: RunSetup) -> bool:
     moe = made.config.gpt.moe if made.family.name == "gpt" else None
     axes = made.config.parallelism.expert_axis_names
-    sent = moe is not None and moe.dispatch == "alltoall" and not moe.capacity_factor
+    sent = moe is not None and moe.dispatch != "gather" and not moe.capacity_factor
     sent = sent and not made.config.compute.expert_room
     return sent and math.prod(made.mesh[axis] for axis in axes) > 1
 

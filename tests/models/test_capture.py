@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import functron as ft
-from functron import Mesh, P, gpt, tree
+from functron import DATA_AXES, Mesh, P, gpt, tree
 from functron.nn.moe import MoEConfig
 from functron.pipeline import Partition, gradients, make, pipelined
 from functron.pipeline.partition import even_layout
@@ -92,10 +92,10 @@ def specs_on(mesh, config=CONFIG, options=gpt.ModelOptions()):  # noqa: B008
 def forward_on(mesh, config=CONFIG, **given):
     specs = specs_on(mesh, config)
     options = ft.ModelOptions(gather=ft.Gather(specs), **given)
-    by_token = P(("dp", "fsdp", "ep"), "cp")
+    by_token = P(DATA_AXES, "cp")
     return ft.shard_map(
         lambda w, tokens: gpt.forward(config, w, tokens, options), mesh, (specs, by_token),
-        P(("dp", "fsdp", "ep"), "cp", "tp"),
+        P(DATA_AXES, "cp", "tp"),
     )  # fmt: skip
 
 

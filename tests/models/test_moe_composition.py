@@ -104,6 +104,27 @@ PLACES = [
 ]
 
 
+TWO_HOP = {
+    "top-2": replace(MIXTRAL, moe=replace(MIXTRAL.moe, num_experts=8, dispatch="two-hop")),
+    "top-8 of 2 groups of 4": replace(
+        DEEPSEEK,
+        moe=replace(DEEPSEEK.moe, num_experts=32, top_k=8, expert_dim=2, dispatch="two-hop"),
+    ),
+    "capacity": replace(
+        CAPACITY, moe=replace(CAPACITY.moe, num_experts=8, jitter=0.0, dispatch="two-hop")
+    ),
+}
+NODES = ("ep_node", "ep")
+TWO_HOP_PLACES = [
+    (Mesh(ep_node=2, ep=2), False, NODES),
+    (Mesh(ep=2, tp=2), True, FOLDED),
+    (Mesh(ep=2, cp=2), False, ("ep", "cp")),
+    (Mesh(fsdp=2, ep=2, tp=2), True, FOLDED),
+    (Mesh(ep_node=2, ep=2, tp=2), False, NODES),
+    (Mesh(ep_node=2, ep=2, tp=2), True, (*NODES, "tp")),
+]
+
+
 def batch() -> dict:
     tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
     targets = tokens[:, 1:].clone()
@@ -183,4 +204,16 @@ def test_composition(model, mesh, parallel, experts):
     config = MODELS[model]
     weights, data, key, value, grads = dense(config)
     run = sharded(config, mesh, parallel, experts)
+    assert_equal(*run(weights, data, key), value, grads)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("how", ["eager", "compiled", "remat"])
+@pytest.mark.parametrize(("mesh", "parallel", "experts"), TWO_HOP_PLACES, ids=str)
+@pytest.mark.parametrize("model", TWO_HOP)
+def test_two_hops(model, mesh, parallel, experts, how):
+    config = TWO_HOP[model]
+    weights, data, key, value, grads = dense(config)
+    run = sharded(config, mesh, parallel, experts, remat="full" if how == "remat" else "none")
+    run = ft.jit(run, backend="eager") if how == "compiled" else run
     assert_equal(*run(weights, data, key), value, grads)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from functron.pipeline import Action, Schedule
-from functron.pipeline.registry import dualpipe, dualpipev
+from functron.pipeline.registry import dualpipe, dualpipe_half, dualpipev
 from functron.pipeline.timeline import Costs
 
 
@@ -80,6 +80,23 @@ def test_tables_are_valid_for_all_small_counts():
 def test_tables_are_valid_for_any_counts(half: int, more: int):
     dualpipe(2 * half, 4 * half + 2 * more).validate()
     dualpipev(2 * half - 1, 4 * half + more).validate()
+
+
+@pytest.mark.parametrize("p", [2, 4, 6, 16])
+def test_half_of_the_gradients_of_weights_wait(p: int):
+    m = 2 * p + 2
+    both, light = dualpipe(p, m), dualpipe_half(p, m)
+    light.validate()
+    late = [
+        [max(late for _, late in table.list_held(r)) for r in range(p)] for table in (both, light)
+    ]
+    # rank r from an end of the pipeline keeps r + 1, and half of them, at least one
+    ends = [min(r, p - 1 - r) + 1 for r in range(p)]
+    assert late == [ends, [-(-n // 2) for n in ends]]
+    assert [light.peak_live(r) for r in range(p)] == [both.peak_live(r) for r in range(p)]
+    costs = Costs(1.0, None, 1.0, 1.0)
+    longer = light.simulate(costs).total / both.simulate(costs).total
+    assert 1 <= longer < 1.02 if p == 2 else 1 < longer < 1.1
 
 
 def test_directions_go_through_the_same_stages_in_opposite_order():

@@ -16,12 +16,25 @@ from functron.training.config import configure
 from functron.training.costs import step_peak_bytes
 from tests.program.measured_memory import measured_peak
 from tests.ranks import on_the_first
-from tests.training.test_rooms import STEPS, TOLERANCE, begin, configured, draw_batch, take_steps
+from tests.training.test_rooms import (
+    NODES,
+    STEPS,
+    TOLERANCE,
+    TWO_HOP,
+    begin,
+    configured,
+    draw_batch,
+    take_steps,
+)
 
 EVALUATED = {"backend": "eager"}  # compiled programs without Inductor, which takes long
 FOLDED = {"sequence_parallel": True, "expert_axes": "ep,tp"}
 CASES = {
     "compiled": [("ep=2,tp=2", FOLDED)],
+    "two-hop": [
+        ("ep_node=2,ep=2", NODES | {"name": TWO_HOP[1]}),
+        ("ep_node=2,ep=2", NODES | {"name": TWO_HOP[1], "compile": False}),
+    ],
     "pipeline": [("pp=2,ep=2", {"name": "global", "schedule": "zb-h1"})],
     "more": [
         ("dp=2,ep=2", {"compile": False}),

@@ -60,6 +60,25 @@ ROWS = [
     ("pp=2,ep=2", {"schedule": "zb-h1"}),
     ("pp=2,ep=2", {"schedule": "combined-1f1b", "chunks": 2, "num_layers": 4}),
 ]
+# in two hops, of which each has its own bound
+TWO_HOP = ("two-hop top-2", "two-hop top-8, limited")
+MODELS |= {
+    TWO_HOP[0]: biased(num_experts=8, dispatch="two-hop"),
+    TWO_HOP[1]: replace(
+        DEEPSEEK,
+        moe=replace(DEEPSEEK.moe, num_experts=32, top_k=8, expert_dim=2, dispatch="two-hop"),
+    ),
+}
+NODES = {"expert_axes": "ep_node,ep"}
+TWO_HOP_ROWS = [
+    ("ep_node=2,ep=2", NODES),
+    ("ep_node=2,ep=2", NODES | {"remat": "full", "zero": 1}),
+    ("ep=2,tp=2", FOLDED),
+    ("fsdp=2,ep=2,tp=2", FOLDED | {"gather": "use"}),
+    ("ep_node=2,ep=2,tp=2", NODES | {"sequence_parallel": True}),
+    ("pp=2,ep_node=2,ep=2", NODES | {"schedule": "zb-h1"}),
+    ("pp=2,ep_node=2,ep=2", NODES | {"schedule": "combined-1f1b", "chunks": 2, "num_layers": 4}),
+]
 CONFIG = configure(
     seq=SEQ,
     global_batch=BATCH,
@@ -130,8 +149,8 @@ def factors(name, row, skew):
     return [{"name": name, "skew": skew}, {"row": row, "skew": skew}, {"name": name, "row": row}]
 
 
-def check_step(name, row, skew, **more):
-    mesh, fields = ROWS[row]
+def check_step(name, row, skew, rows=ROWS, **more):
+    mesh, fields = rows[row]
     layers = fields.get("num_layers", 2)
     fields = {key: value for key, value in fields.items() if key != "num_layers"}
     got = take_steps(name, skew, mesh, layers, steps=1, expert_room=1.0, **more, **fields)
@@ -150,7 +169,7 @@ def quick(monkeypatch):
 @pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize("skew", SKEWS)
 @pytest.mark.parametrize("row", range(len(ROWS)), ids=lambda row: f"{row}-{ROWS[row][0]}")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in TWO_HOP])
 def test_steps_are_those_of_all_tokens(name, row, skew):
     check_step(name, row, skew)
 
@@ -186,15 +205,31 @@ def compiled_factors(name, row, skew):
 @pytest.mark.pairwise(of=compiled_factors)
 @pytest.mark.parametrize("skew", SKEWS)
 @pytest.mark.parametrize("row", range(len(ROWS)), ids=lambda row: f"{row}-{ROWS[row][0]}")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in TWO_HOP])
 def test_compiled_steps_are_those_of_all_tokens(quick, name, row, skew):
     check_step(name, row, skew, compile=True)
+
+
+@pytest.mark.pairwise(of=compiled_factors)
+@pytest.mark.parametrize("skew", SKEWS)
+@pytest.mark.parametrize("row", range(len(TWO_HOP_ROWS)))
+@pytest.mark.parametrize("name", TWO_HOP)
+def test_two_hops_are_those_of_all_tokens(name, row, skew):
+    check_step(name, row, skew, TWO_HOP_ROWS)
+
+
+@pytest.mark.parametrize("row", [0, pytest.param(5, marks=pytest.mark.full)])
+def test_compiled_two_hops_are_those_of_all_tokens(quick, row):
+    check_step(TWO_HOP[0], row, "some samples", TWO_HOP_ROWS, compile=True)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "checks",
-    [("compiled", "pipeline", "memory"), pytest.param(("more",), marks=pytest.mark.full)],
+    [
+        ("compiled", "pipeline", "memory"),
+        pytest.param(("more", "two-hop"), marks=pytest.mark.full),
+    ],
     ids="-".join,
 )
 def test_processes(torchrun, checks):

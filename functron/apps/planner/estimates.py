@@ -23,6 +23,7 @@ from functron import pipeline
 from functron.apps.planner.machines import Hardware, RankPlacement, write_whole
 from functron.apps.planner.rates import (
     FUNCTRON,
+    ExpertLoad,
     Software,
     Times,
     TracedPiece,
@@ -38,6 +39,7 @@ from functron.models import gpt
 from functron.program.timeline import COMPUTE
 from functron.program.trace import Program
 from functron.spmd import CONTEXT_AXES, DATA_AXES, FSDP_AXES, Mesh
+from functron.training.rooms import EXPERT_ROOM, MARGIN
 
 CONFIDENCE = 0.9
 """The probability of an estimate's interval, by the machine's calibration."""
@@ -381,7 +383,9 @@ class PlannedStep:
         split = () if self.pieces.gather == "step" else FSDP_AXES
         found = [
             Problem(f"mesh.{axis}", str(self.mesh[axis]), f"{traced[axis]}, as it was traced")
-            for axis in sorted({*used, "tp", *CONTEXT_AXES, "ep", *split} & {*traced.axis_names})
+            for axis in sorted(
+                {*used, "tp", *CONTEXT_AXES, "ep_node", "ep", *split} & {*traced.axis_names}
+            )
             if self.mesh[axis] != traced[axis] and axis != "dp"
         ]
         if self.num_microbatches < 1:
@@ -447,6 +451,14 @@ class PlannedStep:
         return [table.stage_of(rank, chunk)[1] for chunk in range(table.num_chunks)]
 
     @property
+    def imbalance(self) -> float:
+        """The rows on the fullest rank's experts, times the balanced ones, which others wait for.
+
+        Those that the room for them is learned from; without one, as many as of the default one.
+        """
+        return (self.pieces.options.expert_room or EXPERT_ROOM) / MARGIN
+
+    @property
     def num_pipes(self) -> int:
         """Copies of all layers: DualPipe has two, for half of the microbatches each."""
         return 1 if self.schedule in _ROUND else len(_find_table(self).pipes)
@@ -494,6 +506,8 @@ def estimate_memory(step: PlannedStep) -> Mapping[str, int]:
     send). Memory of the runtime and libraries is not in it, nor in `Hardware.memory_bytes`.
     """
     ranks = {*range(min(step.num_ranks, 2)), step.num_ranks - 1}
+    if step.schedule not in _ROUND:  # gradients of weights may wait on any rank
+        ranks = {*range(step.num_ranks)}
     found = [_rank_memory(step, rank) for rank in sorted(ranks)]
     return MappingProxyType(max(found, key=lambda row: sum(row.values())))
 
@@ -555,7 +569,8 @@ def _count_owned(step: PlannedStep, whole: int, experts: int) -> float:
     """Parameters of a rank whose optimizer state it has."""
     split = 1 if step.pieces.gather == "step" else math.prod(step.pieces.mesh[a] for a in FSDP_AXES)
     over = step.data_size if step.zero else step.mesh["fsdp"]
-    of_experts = step.data_size // step.mesh["ep"] if step.zero else step.mesh["fsdp"]
+    apart = math.prod(step.mesh[a] for a in step.pieces.options.expert_axes if a in _REDUCED_OVER)
+    of_experts = step.data_size // apart if step.zero else step.mesh["fsdp"]
     return (whole - experts) / max(1, over / split) + experts / max(1, of_experts / split)
 
 
@@ -647,20 +662,23 @@ def _list_notes(step: PlannedStep, lanes: Sequence[Lane]) -> Iterator[str]:
     if lanes and shown < of:
         yield f"the timeline shows {shown:,} of {of:,} forwards of a rank"
     if config.moe is not None:
-        yield f"tokens are assumed to be balanced among experts{_describe_room(step)}"
+        yield _describe_room(step)
     if config.score_cap:
         yield "attention with capped scores is costed as on CPUs: unfused, in chunks"
 
 
 def _describe_room(step: PlannedStep) -> str:
-    """The rows for which a rank's experts have room in memory, where ranks divide experts."""
+    """The assumption on rows of experts: in time, and in memory, where ranks divide experts."""
     options, moe = step.pieces.options, step.pieces.config.moe
-    divided = any(step.mesh[axis] > 1 for axis in options.expert_axes)
-    if not divided or moe is None or moe.capacity_factor:
-        return ""
+    if all(step.mesh[axis] == 1 for axis in options.expert_axes):
+        return "tokens are assumed to be balanced among experts"
+    said = f"the fullest rank's experts are assumed to have {step.imbalance:.3g} times the balanced"
+    said += " rows, which take its time"
+    if moe is None or moe.capacity_factor:
+        return f"{said}, if capacity_factor lets them"
     room = options.expert_room
-    said = f"{room:g} times as many rows (expert_room)" if room else "all rows of all ranks"
-    return f", and memory to have room for {said} on a rank's"
+    rows = f"{room:g} times as many (expert_room)" if room else "all rows of all ranks"
+    return f"{said}, and memory to have room for {rows}"
 
 
 def _count_flops(step: PlannedStep) -> tuple[float, float, float]:
@@ -722,7 +740,8 @@ class _StepTimes:
     def _measure_times(self, piece: TracedPiece, index: int) -> Times:
         """A piece's times, if gathers and scatters of other layers overlap with it."""
         program = piece.programs[index]
-        found = time_program(program, self.hardware, self.placement, self.software)
+        load = ExpertLoad(self.step.imbalance, tuple(sorted(piece.rooms.items())))
+        found = time_program(program, self.hardware, self.placement, self.software, load)
         behind = self.software.overlap and self.step.pieces.gather != "step"
         if not behind or not piece.part.layers:
             return found
@@ -834,7 +853,8 @@ class _StepTimes:
         whole, experts, num_bytes = step.num_params(rank)
         params = num_bytes / max(whole, 1)
         layers = max(1, sum(n for piece, n in rows if piece.part.layers))
-        of_experts = tuple(axis for axis in _REDUCED_OVER if axis != "ep")
+        apart = step.pieces.options.expert_axes
+        of_experts = tuple(axis for axis in _REDUCED_OVER if axis not in apart)
         for axes, count in ((_REDUCED_OVER, whole - experts), (of_experts, experts)):
             self._add_reductions(parts, axes, count, params, layers, rank)
         self._add_tied_embedding(parts)

@@ -32,7 +32,13 @@ from functron.models import gpt
 from functron.models.config import GPTConfig
 from functron.models.options import DEFAULTS, ModelOptions
 from functron.pipeline.stage_backward import StageCall, trace_stage
-from functron.program.cost import equation_bytes, equation_flops, find_filled, walk_dearest
+from functron.program.cost import (
+    equation_bytes,
+    equation_flops,
+    find_filled,
+    find_rooms,
+    walk_dearest,
+)
 from functron.program.equations import Block, Code, ControlFlow, Equation, Var
 from functron.program.overlap import arrange_block
 from functron.program.text import axis_of, payload_bytes
@@ -195,8 +201,24 @@ class FusedProgram:
     work: Mapping[Equation, EquationWork]
 
 
+@dataclass(frozen=True)
+class ExpertLoad:
+    """The rows of experts on the rank that has most of them, which the others wait for.
+
+    Attributes:
+        imbalance: times those of a rank on average; these are multiplied, and sent.
+        rooms: of `functron.program.cost.find_rooms`, of the program that others are parts of.
+    """
+
+    imbalance: float = 1.0
+    rooms: tuple[tuple[int, float], ...] = ()
+
+
+BALANCED = ExpertLoad()
+
+
 @functools.lru_cache(maxsize=4096)
-def fuse_program(program: Code, software: Software) -> FusedProgram:
+def fuse_program(program: Code, software: Software, load: ExpertLoad = BALANCED) -> FusedProgram:
     """Fuse a program's equations (cached)."""
     many = program.mesh.size > 1 and software.overlap
     parts = software.sequence_parts
@@ -214,12 +236,13 @@ def fuse_program(program: Code, software: Software) -> FusedProgram:
         for each in blocks:
             for group in fuse_equations(each, software, free):
                 found.update(_share_work(group))
-    for each in blocks:
-        for product, part in find_filled(each).items():
-            whole = found[product]
-            found[product] = whole._replace(
-                flops=whole.flops * part, num_bytes=whole.num_bytes * part
-            )
+    for product, part in find_filled(made, dict(load.rooms) or None).items():
+        part = min(1.0, part * load.imbalance)
+        whole = found[product]
+        found[product] = whole._replace(flops=whole.flops * part, num_bytes=whole.num_bytes * part)
+    for equation, work in found.items():
+        if work.what == "ragged_all_to_all":
+            found[equation] = work._replace(num_bytes=work.num_bytes * load.imbalance)
     if software.sums_in_products:
         for each in blocks:
             for product, chain in find_sums_in_products(each):
@@ -231,14 +254,11 @@ def fuse_program(program: Code, software: Software) -> FusedProgram:
     return FusedProgram(made, MappingProxyType(found))
 
 
-def count_empty_flops(program: Code) -> float:
-    """The FLOPs of a program on rows of experts that have no tokens."""
-    total = 0.0
-    for equation, times in program.block.walk():
-        for block, count in equation.op.runs if isinstance(equation.op, ControlFlow) else ():
-            for product, part in find_filled(block).items():
-                total += equation_flops(product) * (1 - part) * times * count
-    return total + sum(equation_flops(e) * (1 - x) for e, x in find_filled(program.block).items())
+def count_empty_flops(program: Code, rooms: Mapping[int, float] | None = None) -> float:
+    """The FLOPs of a program on rows of experts that have no tokens; see `find_filled`."""
+    filled = find_filled(program, rooms)
+    each = walk_dearest(program.block, equation_flops)
+    return sum(equation_flops(e) * (1 - filled[e]) * times for e, times in each if e in filled)
 
 
 def _share_work(group: FusedKernel) -> dict[Equation, EquationWork]:
@@ -265,12 +285,14 @@ class HardwareRates:
         software: fusion and overlap.
         program: whose equations are fused, and share a kernel's time by the bytes that each moves;
             other equations are kernels of their own.
+        load: of the program's experts.
     """
 
     hardware: Hardware
     placement: RankPlacement | _GroupReaches
     software: Software = FUNCTRON
     program: Code | None = None
+    load: ExpertLoad = BALANCED
 
     def __call__(self, equation: Equation) -> float:
         """The seconds of an equation that has no blocks."""
@@ -280,7 +302,11 @@ class HardwareRates:
 
     @functools.cached_property
     def _known(self) -> Mapping[Equation, EquationWork]:
-        return {} if self.program is None else fuse_program(self.program, self.software).work
+        return (
+            {}
+            if self.program is None
+            else fuse_program(self.program, self.software, self.load).work
+        )
 
 
 def _is_causal(equation: Equation) -> bool:
@@ -514,12 +540,16 @@ class Times:
 
 
 def time_program(
-    program: Code, hardware: Hardware, placement: RankPlacement, software: Software = FUNCTRON
+    program: Code,
+    hardware: Hardware,
+    placement: RankPlacement,
+    software: Software = FUNCTRON,
+    load: ExpertLoad = BALANCED,
 ) -> Times:
     """The time of a program, and what takes it (cached)."""
     axes = {e.args[1] for e, _ in program.block.walk() if axis_of(e) is not None}
     reaches = tuple((axis, placement.reach(axis)) for axis in sorted(axes))
-    return _sum_times(program, hardware, _GroupReaches(reaches), software)
+    return _sum_times(program, hardware, _GroupReaches(reaches), software, load)
 
 
 @dataclass(frozen=True)
@@ -534,13 +564,17 @@ class _GroupReaches:
 
 @functools.lru_cache(maxsize=16384)
 def _sum_times(
-    program: Code, hardware: Hardware, placement: _GroupReaches | RankPlacement, software: Software
+    program: Code,
+    hardware: Hardware,
+    placement: _GroupReaches | RankPlacement,
+    software: Software,
+    load: ExpertLoad,
 ) -> Times:
-    found, kernels = run_program(program, hardware, placement, software)
+    found, kernels = run_program(program, hardware, placement, software, load)
     parts: dict[str, float] = defaultdict(float)
     sent: dict[str, float] = defaultdict(float)
     launched = 0.0  # of weighted branches a part
-    rates = HardwareRates(hardware, placement, software, program)
+    rates = HardwareRates(hardware, placement, software, program, load)
     for equation, times in walk_dearest(kernels.program.block, rates):
         if equation.name == "check_ids" or not equation.results:
             continue
@@ -560,11 +594,15 @@ def _sum_times(
 
 
 def run_program(
-    program: Code, hardware: Hardware, placement: _GroupReaches | RankPlacement, software: Software
+    program: Code,
+    hardware: Hardware,
+    placement: _GroupReaches | RankPlacement,
+    software: Software,
+    load: ExpertLoad = BALANCED,
 ) -> tuple[ProgramTimeline, FusedProgram]:
     """The timeline of a program on a machine, and its kernels."""
-    kernels = fuse_program(program, software)
-    rates = HardwareRates(hardware, placement, software, program)
+    kernels = fuse_program(program, software, load)
+    rates = HardwareRates(hardware, placement, software, program, load)
     return timeline(kernels.program, rates, eager=not software.overlap), kernels
 
 
@@ -602,8 +640,14 @@ class TracedPiece:
         Products of experts count by the average number of their rows that have tokens.
         """
         return sum(
-            program.cost().hardware_flops - count_empty_flops(program) for program in self.programs
+            program.cost().hardware_flops - count_empty_flops(program, self.rooms)
+            for program in self.programs
         )
+
+    @functools.cached_property
+    def rooms(self) -> Mapping[int, float]:
+        """Of forward and backward together, for each of `programs`; see `ExpertLoad`."""
+        return MappingProxyType(find_rooms(self.joint))
 
     @functools.cached_property
     def working_bytes(self) -> int:

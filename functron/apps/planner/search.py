@@ -37,6 +37,7 @@ from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.settings import value_at
 from functron.core.tables import bytes_text, table
 from functron.models import gpt
+from functron.nn.moe import mean_nodes
 from functron.optim import torch_dtype
 from functron.spmd import DATA_AXES, Mesh
 from functron.spmd.params import joined_params, num_params, param_specs
@@ -44,7 +45,7 @@ from functron.spmd.spec import local_shape
 from functron.training.config import TrainConfig, configure, with_precision
 from functron.training.setup import RunSetup, make_setup
 
-AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
+AXES = ("pp", "dp", "fsdp", "cp", "ep_node", "ep", "tp")
 """The axes of candidates' meshes, in order: ranks of tp are adjacent."""
 
 
@@ -228,6 +229,9 @@ class Space:
                     continue
                 for key, settings in self._list_settings(sizes):
                     made = base(*key)
+                    names, moe = made.parallelism.expert_axis_names, self.config.gpt.moe
+                    if moe and moe.dispatch == "two-hop" and "ep_node" not in names:
+                        settings["expert_axes"] = ",".join(("ep_node", *names))
                     ranks = replace(made.parallelism, mesh=mesh, microbatches=count, **settings)
                     yield replace(made, parallelism=ranks)
 
@@ -242,23 +246,28 @@ class Space:
             self._list_values("tp", small),
             self._list_values("cp", cps),
             self._list_values("ep", eps),
+            # nodes of experts are whole domains, unless both are given
+            self._list_values("ep_node", eps if moe and moe.dispatch == "two-hop" else (1,)),
             self._list_values("pp", pps),
         )
-        for tp, cp, ep, pp in rows:
-            if self.gpus % (tp * cp * ep * pp):
+        for tp, cp, ep, nodes, pp in rows:
+            if self.gpus % (tp * cp * ep * nodes * pp):
                 continue
-            data = self.gpus // (tp * cp * ep * pp)
+            uneven = ep * tp != self.domain or (moe and moe.num_experts % (nodes * ep))
+            if nodes > 1 and uneven and not {"ep", "ep_node"} <= self.fixed.keys():
+                continue
+            data = self.gpus // (tp * cp * ep * nodes * pp)
             inside = [n for n in (1, *_FSDP, data) if data % n == 0 and n <= data]
             for fsdp in self._list_values("fsdp", sorted(set(inside))):
                 if data % fsdp == 0 and self._admits("dp", data // fsdp):
-                    found = {"pp": pp, "dp": data // fsdp, "fsdp": fsdp, "cp": cp, "ep": ep}
-                    yield found | {"tp": tp}
+                    found = {"pp": pp, "dp": data // fsdp, "fsdp": fsdp, "cp": cp}
+                    yield found | {"ep_node": nodes, "ep": ep, "tp": tp}
 
     def _list_settings(
         self, sizes: Mapping[str, int]
     ) -> Iterator[tuple[tuple[str, str, bool], dict[str, Any]]]:
         """Precision, remat and offload; and settings of `ParallelismConfig`."""
-        replicas = sizes["dp"] * sizes["ep"] * sizes["cp"]
+        replicas = math.prod(sizes[axis] for axis in _REPLICAS)
         zeros = (1, 2) if replicas > 1 and sizes["fsdp"] == 1 else (1,) if replicas > 1 else (0,)
         rows = itertools.product(
             self._list_values("precision", self.precisions),
@@ -298,6 +307,8 @@ class Space:
         return value >= self.least.get(name, value) and value == self.fixed.get(name, value)
 
 
+_REPLICAS = ("dp", "ep_node", "ep", "cp")
+"""The axes over which ranks have the same parameters, of experts but for those that divide them."""
 _LEAST_TOKENS = 4096
 """Tokens per rank of cp, below which attention is too short to hide communication."""
 _FSDP = (8, 32, 128)
@@ -598,7 +609,7 @@ _FAR = 1.2
 """Candidates whose guessed activations are this factor above the free memory are tried last."""
 _LATE = 1e9
 
-_SPLIT = ("zb-h1", "zb-h2", "zbv", "v-min", "v-half", "dualpipe", "dualpipev")
+_SPLIT = ("zb-h1", "zb-h2", "zbv", "v-min", "v-half", "dualpipe", "dualpipe-half", "dualpipev")
 """Schedules that split backward into two parts."""
 _STAGES: Mapping[str, int] = MappingProxyType(
     dict.fromkeys(("zbv", "v-min", "v-half", "dualpipev"), 2)
@@ -665,7 +676,7 @@ class Choices:
             found.append(f"seq={seq} is not a multiple of {parts}")
         if ranks.sequence_parallel and mesh["tp"] == 1:
             found.append("sequence_parallel without tp")
-        if ranks.zero in (1, 2) and mesh["dp"] * mesh["ep"] * mesh["cp"] == 1:
+        if ranks.zero in (1, 2) and math.prod(mesh[axis] for axis in _REPLICAS) == 1:
             found.append(f"zero={ranks.zero} without data-parallel ranks")
         if ranks.zero == 3 and mesh["dp"] * mesh["fsdp"] == 1:
             found.append("zero=3 on one data rank")
@@ -704,7 +715,7 @@ class Choices:
         layers, others = self._make_once(key, lambda: self._count_local_params(c))
         count = layers / mesh["pp"] + (others if mesh["pp"] == 1 else 0)
         state = self._find_state(c)
-        parts = mesh["dp"] * mesh["ep"] * mesh["cp"] if zero in (1, 2) else 1
+        parts = math.prod(mesh[axis] for axis in _REPLICAS) if zero in (1, 2) else 1
         grads = state.grad / (parts if zero == 2 else 1)
         optimizer = 0 if c.optimizer.offload else state.optimizer
         return count * (c.gpt.torch_dtype.itemsize + grads + optimizer / parts)
@@ -754,12 +765,18 @@ class Choices:
         sent = 0.0
         if mesh["tp"] > 1:  # two gathers and two scatters, in forward and backward
             sent += 8 * self.machine.collective_seconds("all_gather", stream, placement.reach("tp"))
-        if mesh["ep"] > 1 and model.moe is not None:
-            share = stream * model.moe.top_k / (mesh["tp"] if ranks.sequence_parallel else 1)
-            sent += 4 * self.machine.collective_seconds("all_to_all", share, placement.reach("ep"))
+        moe, nodes = model.moe, mesh["ep_node"]
+        share = stream / (mesh["tp"] if ranks.sequence_parallel else 1)
+        if nodes > 1 and moe is not None:
+            each = share * mean_nodes(moe.num_experts, moe.top_k, nodes, moe.most_nodes(nodes))
+            reach = placement.reach("ep_node")
+            sent += 4 * self.machine.collective_seconds("all_to_all", each, reach)
+        if mesh["ep"] > 1 and moe is not None:
+            share, reach = share * moe.top_k, placement.reach("ep")
+            sent += 4 * self.machine.collective_seconds("all_to_all", share, reach)
         if mesh["fsdp"] > 1 and ranks.gather != "step":
             layer = 2 * self._make_once("num_params", lambda: num_params(self._make_defs(c)))
-            layer /= model.num_layers * mesh["tp"] * mesh["ep"]
+            layer /= model.num_layers * mesh["tp"] * mesh["ep"] * nodes
             reach = placement.reach("fsdp")
             sent += 3 * self.machine.collective_seconds("all_gather", layer, reach)
         layers = model.num_layers / mesh["pp"] * ranks.microbatches
@@ -773,7 +790,7 @@ class Choices:
     def _guess_activations(self, c: TrainConfig) -> float:
         """Bytes of a rank's activations, scaled from those of another split of the layers."""
         mesh, ranks = mesh_of(c), c.parallelism
-        key = "like", c.compute.remat, c.precision.name, mesh["ep"]
+        key = "like", c.compute.remat, c.precision.name, mesh["ep"], mesh["ep_node"]
         pieces = self._make_once(key, lambda: self._trace_pieces(_set_one_row(c)))
         held = sum(piece.held_bytes[0] * len(same) for piece, same in pieces.layers.values())
         split = pieces.mesh["tp"] * pieces.mesh["cp"] / (mesh["tp"] * mesh["cp"])
@@ -810,7 +827,8 @@ class Choices:
 def _split_key(c: TrainConfig) -> tuple:
     """The settings that a rank's share of the parameters depends on."""
     mesh, whole = mesh_of(c), c.parallelism.zero == 3
-    return (*(mesh[a] for a in ("tp", "cp", "ep", "fsdp")), mesh["dp"] if whole else 1, whole)
+    axes = ("tp", "cp", "ep", "ep_node", "fsdp")
+    return (*(mesh[a] for a in axes), mesh["dp"] if whole else 1, whole)
 
 
 def _trace_key(c: TrainConfig) -> tuple:
@@ -821,7 +839,8 @@ def _trace_key(c: TrainConfig) -> tuple:
     fsdp = (ranks.gather, mesh["fsdp"], mesh["dp"] if whole else 1) if gathered else ("step",)
     split = mesh["pp"] > 1 and ranks.schedule in _SPLIT
     own = c.compute.remat, ranks.sequence_parallel, c.precision.name, split
-    return mesh["tp"], mesh["cp"], mesh["ep"], *fsdp, count_rows(c), *own
+    sizes = (mesh[axis] for axis in ("tp", "cp", "ep", "ep_node"))
+    return *sizes, *fsdp, count_rows(c), *own
 
 
 _CHUNKED = ("interleaved", "breadth-first")

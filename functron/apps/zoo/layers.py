@@ -268,7 +268,7 @@ def tensor_rules(
         for field, (axis, size) in split.items()
         if axis == "heads" and axis in uneven and size == 1 < mesh["tp"]
     ]
-    for axis in ("pp", *CONTEXT_AXES, "ep"):
+    for axis in ("pp", *CONTEXT_AXES, "ep_node", "ep"):
         if mesh[axis] > 1:
             fix = "put those ranks on dp, fsdp or tp"
             found.append(Problem("mesh", f"{axis}={mesh[axis]}", f"{axis}=1 for this model", fix))

@@ -9,7 +9,16 @@ from functron.core import import_lazily
 if TYPE_CHECKING:
     from functron.nn.moe.config import MOE_NEEDS, MoEConfig
     from functron.nn.moe.layer import ExpertActivation, expert_defs, experts, mixture, moe, moe_defs
-    from functron.nn.moe.room import ROOMS, Fit, fit_rows, needed_room, overflowed, room_at_least
+    from functron.nn.moe.room import (
+        ROOMS,
+        Fit,
+        RowBounds,
+        fit_rows,
+        mean_nodes,
+        needed_room,
+        overflowed,
+        room_at_least,
+    )
     from functron.nn.moe.router import (
         FilledSums,
         Router,

@@ -23,7 +23,7 @@ Balance = Literal["sequence", "batch"]
 LossBalance = Literal["sequence", "batch", "global"]
 BalanceRule = Literal["sign", "quantile"]
 RouterDtype = Literal["float32", "float64"]
-ExpertDispatch = Literal["alltoall", "gather"]
+ExpertDispatch = Literal["alltoall", "gather", "two-hop"]
 
 _POSITIVE = ("num_experts", "top_k", "expert_dim", "num_groups", "top_groups", "sinkhorn_steps")
 _NOT_NEGATIVE = (
@@ -142,7 +142,9 @@ class MoEConfig:
         expert_bias: biases on the experts' layers.
         router_dtype: of logits, scores and weights, or that of the stream where it is wider.
         dispatch: how tokens reach experts on other ranks: ``"alltoall"`` sends each to the ranks of
-            its experts; ``"gather"`` brings all to all.
+            its experts; ``"gather"`` brings all to all; ``"two-hop"`` sends each once to every node
+            that has some of its experts, which are the ranks along the first of the axes that split
+            experts, and within nodes to the ranks of these; see `functron.nn.moe.layer`.
     """
 
     num_experts: int = 8
@@ -180,6 +182,17 @@ class MoEConfig:
         found = [*choice_problems(self), *self._bad_numbers()]
         # sizes that are wrong by themselves would only be reported again
         raise_problems("invalid MoEConfig", found or [*self._misfits(), *self._conflicts()])
+
+    def most_nodes(self, nodes: int) -> int:
+        """Of so many nodes that experts are divided over, the most that one token goes to."""
+        most = min(nodes, self.choices)
+        if self.num_groups == 1 or self.routing != "top_k":
+            return most
+        if self.num_groups % nodes == 0:  # a node has whole groups
+            return min(most, self.top_groups)
+        if nodes % self.num_groups == 0:  # a group has whole nodes
+            return min(most, self.top_groups * (nodes // self.num_groups))
+        return most
 
     @property
     def choices(self) -> int:
@@ -250,6 +263,9 @@ class MoEConfig:
         if self.shared_gate and not self.shared_dim:
             wanted = "the width of the shared expert that is gated"
             yield Problem("shared_dim", "0 with shared_gate=True", wanted, "set shared_dim")
+        if self.routing == "expert_choice" and self.dispatch == "two-hop":
+            got, wanted = "'two-hop' with routing='expert_choice'", "tokens of a few experts each"
+            yield Problem("dispatch", got, wanted, "use dispatch='alltoall'")
         if self.routing == "top_k":
             return
         if self.routing == "expert_choice" and not self.capacity_factor:

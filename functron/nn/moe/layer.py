@@ -20,10 +20,17 @@ up. Weights never leave the rank of their token, so the router's gradient arises
 |------------|-------------------------------------------|-------------------------|
 | "alltoall" | each row to the owner of its expert       | each row to its token   |
 | "gather"   | all tokens and their routing to all ranks | sums, by reduce-scatter |
+| "two-hop"  | each token once to every node of its      | sums within each node,  |
+|            | experts, there to the owners of these     | then sums of these      |
 
 The first sends k copies of a token, the second n: gathering is for few ranks, or for many experts
-to a token. Shapes are static: results have room for the worst case, all tokens of all ranks on one
-rank's experts, or for as many rows as `functron.nn.moe.room` bounds them to; what is sent between
+to a token. In two hops (DeepSeek-V3, section 3.2.2) a token crosses the links between nodes once
+for each node, of which routing may limit the number: the first of `axes` are the nodes, on whose
+rank of the same place it arrives with its weights, so that it is weighted and added up there
+before it goes back.
+
+Shapes are static: results have room for the worst case, all tokens of all ranks on one rank's
+experts, or for as many rows as `functron.nn.moe.room` bounds them to; what is sent between
 processes, and what is multiplied, are real rows alone. The experts are feed-forward layers in three
 stacked weights.
 """
@@ -31,6 +38,7 @@ stacked weights.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -59,7 +67,7 @@ from functron.nn.layers import (
     widen,
 )
 from functron.nn.moe.config import ExpertDispatch, MoEConfig
-from functron.nn.moe.room import fit_rows
+from functron.nn.moe.room import RowBounds, fit_rows, goes_to, mean_nodes
 from functron.nn.moe.router import (
     FilledSums,
     Router,
@@ -83,7 +91,16 @@ from functron.ops.operations import AUTO, Kernels
 from functron.program.recorder import keeper
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
-from functron.spmd.ragged import add_rows, copy_rows, exchange, pick, swap_blocks, wait_for_rows
+from functron.spmd.ragged import (
+    add_rows,
+    copy_rows,
+    count_kept,
+    exchange,
+    pick,
+    swap_blocks,
+    wait_for_rows,
+    waits_for_sizes,
+)
 from functron.spmd.spec import P, part_length, spec_axes
 
 ExpertActivation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu", "clamped_swiglu"]
@@ -381,7 +398,7 @@ def dispatched(
     axes: tuple[str, ...] = ("ep",),
     kind: ExpertDispatch = "alltoall",
     per_expert: int | None = None,
-    most_rows: int | None = None,
+    bounds: RowBounds = RowBounds(),  # noqa: B008  (a tuple)
     meanwhile: Callable[[], None] = lambda: None,
     kernels: Kernels = AUTO,
 ) -> Float[Tensor, "tokens out_dim"]:
@@ -399,8 +416,7 @@ def dispatched(
         kind: see the module.
         per_expert: the most tokens among one rank's N that an expert can have, where routing limits
             them (capacity); it makes results smaller. None: all N.
-        most_rows: the most kept rows that any rank gets, or passes on, whatever the data, as
-            `fit_rows` sees to. None: all of all ranks.
+        bounds: the most rows that any rank has, whatever the data, as `fit_rows` sees to.
         meanwhile: called when tokens are on their way to other ranks, before they are waited for:
             other work, such as an expert of all tokens.
         kernels: of ``"moe_permute"`` and ``"moe_sort"``.
@@ -408,8 +424,9 @@ def dispatched(
     Returns:
         ``[N, D_out]`` in x's dtype. Collectives: "alltoall": one of ``[E]`` integers, and two of
         rows, forward, and two of rows backward; "gather": all-gathers of x, experts, weights and
-        kept, and a reduce-scatter of N n rows, forward, and their transposes backward. With one
-        rank, none, and N k rows.
+        kept, and a reduce-scatter of N n rows, forward, and their transposes backward; "two-hop":
+        over the first axis one of integers and three of rows (tokens, what is known of their
+        choices, sums), over the others those of "alltoall". With one rank, none, and N k rows.
 
     Raises:
         ValueError: experts do not divide over the ranks.
@@ -425,20 +442,131 @@ def dispatched(
         meanwhile()
         local = num_experts // ranks
         rows = min(experts.shape[0] * ranks * min(experts.shape[1], local), local * most * ranks)
-        rows = rows if most_rows is None else min(rows, most_rows)
+        rows = rows if bounds.rows is None else min(rows, bounds.rows)
         return _gather_tokens(x, experts, weights, kept, compute, local, axes, rows, kernels)
+    routed = _Routed(experts, weights, kept, num_experts, most)
+    if kind == "two-hop" and len(split_axes(axes)) > 1:
+        made = _send_by_node(x, routed, compute, split_axes(axes), bounds, meanwhile, kernels)
+    else:
+        made = _send_rows(x, routed, compute, axes, bounds.rows, meanwhile, kernels)
+    return made.to(x.dtype)
+
+
+def split_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `axes` that have several ranks."""
+    return tuple(name for name in axes if lax.axis_size(name) > 1)
+
+
+class _Routed(NamedTuple):
+    """Where tokens go, and the most of them that an expert can have.
+
+    `rows` bounds kept assignments; None: all. `expected` are there on average. Of `exact` ones how
+    many there may be differs between ranks, so that nothing static may be made of it.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor
+    num_experts: int
+    most: int
+    rows: int | None = None
+    expected: int | None = None
+    exact: bool = False
+
+
+def _send_rows(
+    x: Tensor,
+    routed: _Routed,
+    compute: Compute,
+    axes: tuple[str, ...],
+    most_rows: int | None,
+    meanwhile: Callable[[], None],
+    kernels: Kernels,
+) -> Tensor:
+    """The weighted sums of experts to whose owners every assignment is sent; wider than x."""
+    experts, weights, kept, num_experts, most, bound, expected, exact = routed
+    ranks = lax.axis_size(axes)
     rows = min(experts.numel(), num_experts * most)
+    rows = rows if bound is None else min(rows, bound)
     order = sort_by_expert(experts, kept, num_experts, rows=rows, kernels=kernels)
     permuted = permute(x, order, kernels=kernels)
     if ranks == 1:
         meanwhile()
         made = compute(permuted, order.sizes)
     else:
-        room = min(x.shape[0] * experts.shape[1], num_experts // ranks * most)
+        room = 0 if exact else min(rows, num_experts // ranks * most)
+        expected = rows if expected is None else min(expected, rows)
         made = _exchange_rows(
-            permuted, order.sizes, compute, axes, ranks, room, most_rows, meanwhile, kernels
+            permuted, order.sizes, compute, axes, room, most_rows, expected, meanwhile, kernels
         )
-    return unpermute(made, weights, order, kernels=kernels).to(x.dtype)
+    return unpermute(made, weights, order, kernels=kernels)
+
+
+def _send_by_node(
+    x: Tensor,
+    routed: _Routed,
+    compute: Compute,
+    axes: tuple[str, ...],
+    bounds: RowBounds,
+    meanwhile: Callable[[], None],
+    kernels: Kernels,
+) -> Tensor:
+    """The same in two hops: along the first axis once to each node, then to owners in the node."""
+    experts, weights, kept, num_experts, most, *_ = routed
+    nodes, ranks, found = lax.axis_size(axes[0]), lax.axis_size(axes), lookup(axes[:1])
+    count, k, local = x.shape[0], experts.shape[1], num_experts // nodes
+    node = torch.div(experts, local, rounding_mode="floor")
+    goes = goes_to(node, kept, nodes)
+    each = torch.arange(nodes, device=experts.device).expand(count, nodes)
+    room = count  # of one rank for the rank of the same place in another node
+    rows = count * (bounds.nodes or min(nodes, k))
+    order = sort_by_expert(each, goes, nodes, rows=rows, kernels=kernels)
+    sizes, capacity = order.sizes.view(nodes, 1), nodes * count
+    room = 0 if capacity > _PADDED * rows else room
+    capacity = capacity if bounds.tokens is None else min(capacity, bounds.tokens)
+    expected = math.ceil(count * mean_nodes(num_experts, k, nodes, bounds.nodes))
+    send: Any = {"room": room, "expected": min(rows, expected)}
+    there, incoming, _ = exchange(
+        permute(x, order, kernels=kernels), sizes, found, capacity=capacity, wait=False, **send
+    )
+    known = _describe_choices(routed, node, nodes)
+    known = copy_rows(
+        known, order.assignment, order.slots.flatten().unsqueeze(1), whole=order.whole
+    )
+    known, _, _ = exchange(known, sizes, found, capacity=capacity, wait=False, **send)
+    meanwhile()
+    there, known = wait_for_rows(there, found), wait_for_rows(known, found)
+    taken, ids = known[:, :k].to(weights.dtype), known[:, k:].detach().round().to(experts.dtype)
+    bound = ids.numel() if bounds.rows is None else min(ids.numel(), bounds.rows)
+    exact = waits_for_sizes(x, found, room)
+    bound = count_kept(ids > 0, bound) if exact else bound
+    here = _Routed(
+        (ids - 1).clamp(min=0), taken, ids > 0, local, min(most * nodes, there.shape[0]), bound,
+        min(experts.numel(), num_experts * most), exact,
+    )  # fmt: skip
+    worst = ranks * min(experts.numel(), num_experts // ranks * most)
+    most_rows = worst if bounds.rows is None else bounds.rows
+    made = _send_rows(there, here, compute, axes[1:], most_rows, lambda: None, kernels)
+    back, _, _ = exchange(made.to(x.dtype), incoming, found, capacity=rows, **send)
+    missing = rows - back.shape[0]
+    back = torch.cat([back, back.new_zeros(missing, back.shape[1])]) if missing else back
+    wide = torch.promote_types(weights.dtype, x.dtype)
+    return add_rows(back.to(wide), order.token, order.slots, whole=order.whole)
+
+
+def _describe_choices(routed: _Routed, node: Tensor, nodes: int) -> Tensor:
+    """All that a node has to know of a token: ``[tokens * nodes, 2 k]``.
+
+    The weights of its choices there, then the numbers of their experts in the node from 1, and
+    zeros where it has none. Numbers are exact: of a float type, so that one exchange sends both.
+    """
+    experts, weights, kept, num_experts, *_ = routed
+    dtype = torch.promote_types(weights.dtype, torch.float32)
+    each = torch.arange(nodes, device=experts.device).view(1, -1, 1)
+    here = (node.unsqueeze(1) == each) & kept.unsqueeze(1)
+    numbers = (experts - node * (num_experts // nodes) + 1).to(dtype)
+    both = torch.stack([weights.to(dtype), numbers], 1)  # [tokens, 2, k]
+    return torch.where(here.unsqueeze(2), both.unsqueeze(1), 0).flatten(2).flatten(0, 1)
 
 
 def _exchange_rows(
@@ -446,17 +574,17 @@ def _exchange_rows(
     sizes: Tensor,
     compute: Compute,
     axes: tuple[str, ...],
-    num_ranks: int,
     room: int,
     most_rows: int | None,
+    expected: int,
     meanwhile: Callable[[], None],
     kernels: Kernels,
 ) -> Tensor:
     """The experts' outputs of this rank's rows, sorted by expert over all ranks: there and back.
 
-    `room` bounds the rows that one rank has for the experts of another.
+    `room` bounds the rows that one rank has for the experts of another; 0: `most_rows` alone does.
     """
-    capacity = num_ranks * room
+    capacity = lax.axis_size(axes) * room or most_rows or 0
     if capacity > _PADDED * rows.shape[0]:  # of static sizes: the same on all ranks
         room = 0
     if most_rows is not None:
@@ -467,15 +595,16 @@ def _exchange_rows(
     by_expert = (by_rank[-1], *by_rank[:-1])
     outgoing = sizes.view(*ranks, sizes.shape[0] // lax.axis_size(axes))
     there, incoming, layout = exchange(
-        rows, outgoing, found, capacity=capacity, room=room, wait=False, passing=most_rows
-    )
+        rows, outgoing, found, capacity=capacity, room=room, wait=False, passing=most_rows,
+        expected=expected,
+    )  # fmt: skip
     meanwhile()
     there = _reorder_rows(wait_for_rows(there, found), incoming, layout, by_expert, kernels)
     made = compute(there, incoming.flatten(0, -2).sum(0))
     made = _reorder_rows(made, incoming, by_expert, by_rank, kernels)
     back, returned, layout = exchange(
         made, incoming, found, capacity=rows.shape[0], room=room, passing=most_rows,
-        backwards=most_rows is not None,
+        backwards=most_rows is not None, expected=expected,
     )  # fmt: skip
     back = _reorder_rows(back, returned, layout, by_rank, kernels)
     missing = rows.shape[0] - back.shape[0]  # processes return only what they were sent
@@ -551,7 +680,7 @@ def mixture(
         activation, matmul: see `experts`.
         axis: the mesh axis that splits the hidden dim, if it is none of `axes`: results are then
             parts of a sum over its ranks.
-        options: `kind`, `per_expert` and `most_rows` of `dispatched`.
+        options: `kind`, `per_expert` and `bounds` of `dispatched`.
 
     Returns:
         y in x's dtype. Collectives: those of `dispatched`.
@@ -694,7 +823,7 @@ def moe(
 
     y, fill = _run_experts(
         params["experts"], narrow, routing, config, stream=stream, activation=activation,
-        axes=axes, meanwhile=meanwhile, room=room, **own,
+        axes=axes, meanwhile=meanwhile, room=room, limited=router is None, **own,
     )  # fmt: skip
     if config.latent_dim:
         y = y @ params["latent"]["up"]["w"]
@@ -713,9 +842,13 @@ def _run_experts(
     axes: tuple[str, ...],
     axis: str,
     room: float | None,
+    limited: bool,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The weighted sum of each token's experts, with spec `stream`; and `FilledSums.fill`."""
+    """The weighted sum of each token's experts, with spec `stream`; and `FilledSums.fill`.
+
+    `limited`: routing keeps to the limits of `config` on nodes.
+    """
     parts = 1 if axis in axes else lax.axis_size(axis)
     chosen = (routing.experts, routing.weights, routing.kept)
     if parts > 1:
@@ -730,11 +863,17 @@ def _run_experts(
         most = min(limit, batch * seq) if over_batch else batch * min(limit, seq)
     taken, weights, kept = (value.flatten(0, 1) for value in chosen)
     num_experts = params["down"]["w"].shape[0] * lax.axis_size(axes)  # with those of padding
-    fill, most_rows = None, None
+    nodes = None
+    if config.dispatch == "two-hop" and len(split_axes(axes)) > 1:
+        count = lax.axis_size(split_axes(axes)[:1])
+        nodes = config.most_nodes(count) if limited else min(count, taken.shape[1])
+    fill, bounds = None, RowBounds(nodes=nodes or 0)
     if room is not None:
         limits: Any = {"num_experts": num_experts, "axes": axes}
         limits["most"] = batch * seq if most is None else most
-        kept, most_rows, fill = fit_rows(taken, kept, room, **limits)
+        if nodes is not None:
+            limits |= {"nodes": nodes, "axes": split_axes(axes)}
+        kept, bounds, fill = fit_rows(taken, kept, room, **limits)
         # ranks of further axes that split the sequence have tokens, and experts, of their own
         fill = lax.psum(fill, tuple(name for name in split_further(stream) if name in axes))
     y = mixture(
@@ -748,7 +887,7 @@ def _run_experts(
         axis=axis,
         kind=config.dispatch,
         per_expert=most,
-        most_rows=most_rows,
+        bounds=bounds,
         **options,
     ).unflatten(0, (batch, seq))
     return (reduce_partial(y, stream, axis) if parts > 1 else y), fill
@@ -779,7 +918,11 @@ def _check_splits(
             fix = f'{sequence}, or give the rule "expert" other axes'
             wanted = f"axes that split tokens; the stream is {stream}"
             problems.append(Problem("axes", repr(name), wanted, fix))
-    several = sum(lax.axis_size(name) > 1 for name in axes) > 1
+    several = len(split_axes(axes)) > 1
+    if config.dispatch == "two-hop" and len(axes) == 1 and lax.axis_size(axes) > 1:
+        fix = "use expert_axes=ep_node,ep (or ep,tp) with ranks on both, or dispatch='alltoall'"
+        wanted = "several axes, of which the first are the nodes"
+        problems.append(Problem("dispatch", f"'two-hop' over {axes}", wanted, fix))
     ranks, parts = lax.axis_size(axes), 1 if axis in axes else lax.axis_size(axis)
     have = tuple(params["experts"]["down"]["w"].shape[:2])
     wanted = part_length(config.num_experts, [ranks]), part_length(config.expert_dim, [parts])

@@ -48,20 +48,56 @@ def rows_for(room: float, balanced: int) -> int:
     return math.ceil(room * balanced)
 
 
+class RowBounds(NamedTuple):
+    """How many rows an exchange has room for on every rank, whatever the data.
+
+    Attributes:
+        rows: the most kept assignments that a rank gets, or passes on; None: all of all ranks.
+        tokens: the most tokens that a rank gets for its node ("two-hop"); None: all.
+        nodes: of one token, at most; 0: all, or as many as it has choices.
+    """
+
+    rows: int | None = None
+    tokens: int | None = None
+    nodes: int = 0
+
+
 class Fit(NamedTuple):
     """Which assignments there is room for; `fit_rows` makes it.
 
     Attributes:
         kept: bool ``[tokens, choices]``: those that were, without those to ranks that are too full.
-        rows: the most rows that a rank gets, or passes on.
+        bounds: what there is room for.
         fill: int64 ``[len(ROOMS) + 1]``: 1 at the place in `ROOMS` of the smallest room that this
             rank's rows need, behind all of them where none is enough. Sums over ranks, layers and
             microbatches say how many needed how much.
     """
 
     kept: Tensor
-    rows: int
+    bounds: RowBounds
     fill: Tensor
+
+
+def goes_to(
+    owner: Int[Tensor, "tokens choices"], kept: Bool[Tensor, "tokens choices"], count: int
+) -> Bool[Tensor, "tokens owners"]:
+    """Whether a token has a kept choice of each of `count` owners."""
+    each = torch.arange(count, device=owner.device)
+    return ((owner.unsqueeze(-1) == each) & kept.unsqueeze(-1)).any(1)
+
+
+def mean_nodes(num_experts: int, top_k: int, nodes: int, most: int = 0) -> float:
+    """How many of `nodes` have some of `top_k` experts, on average over even draws.
+
+    Args:
+        most: that a token goes to; 0: any number.
+
+    >>> round(mean_nodes(8, 2, 2), 3)  # 2 of 8, of which the second is on the same node in 3 of 7
+    1.571
+    """
+    others = num_experts - num_experts // nodes
+    found = nodes * (1 - math.comb(others, top_k) / math.comb(num_experts, top_k))
+    return min(found, float(most or nodes))
 
 
 def fit_rows(
@@ -72,10 +108,12 @@ def fit_rows(
     num_experts: int,
     axes: tuple[str, ...],
     most: int,
+    nodes: int | None = None,
 ) -> Fit:
     """Leave out all assignments to ranks that would get more rows than `room` is for.
 
-    A rank also passes on what has to cross several of `axes`, for which there is as much room.
+    A rank also passes on what has to cross several of `axes`, for which there is as much room; in a
+    two-hop exchange it gets tokens for its node before, with room as a multiple of `mean_nodes`.
 
     Args:
         experts: int64.
@@ -83,9 +121,12 @@ def fit_rows(
         num_experts: over all ranks.
         axes: the mesh axes that split them.
         most: the most tokens of one rank that an expert can have.
+        nodes: in a two-hop exchange, along the first of `axes`, the most that a token goes to, or
+            0; None: rows go in one hop.
 
     Returns:
-        See `Fit`. Collectives: of each axis one psum of a number for every rank of `axes`.
+        See `Fit`. Collectives: of each axis one psum of a number for every rank of `axes`; with
+        `nodes`, one more over the first, of a number for each of its ranks.
     """
     sizes = tuple(lax.axis_size(name) for name in axes)
     ranks = math.prod(sizes)
@@ -107,10 +148,23 @@ def fit_rows(
         needed = torch.maximum(needed, own.squeeze(0))
     bounds = [rows_for(each, balanced) for each in ROOMS]
     place = (compat.constant(bounds, needed.device) < needed).sum()
+    tokens = None
+    if nodes is not None:
+        count, each = sizes[0], experts.shape[0]
+        node = torch.div(experts, num_experts // count, rounding_mode="floor")
+        mean = math.ceil(each * mean_nodes(num_experts, experts.shape[1], count, nodes))
+        held = lax.psum(goes_to(node, kept, count).sum(0), axes[0])
+        tokens = min(each * count, rows, rows_for(room, mean)) if room else min(each * count, rows)
+        bounds = [rows_for(x, mean) for x in ROOMS]
+        here = compat.constant(lax.axis_index(axes[0]), held.device).view(1)
+        own = held.index_select(0, here).squeeze(0)
+        place = torch.maximum(place, (compat.constant(bounds, held.device) < own).sum())
+        fits = fits & (held <= tokens).view(-1, *[1] * (len(axes) - 1))
     fill = (torch.arange(len(ROOMS) + 1, device=needed.device) == place).to(torch.int64)
-    if worst == rows:
-        return Fit(kept, rows, fill)
-    return Fit(kept & fits.flatten().index_select(0, owner).view(kept.shape), rows, fill)
+    made = RowBounds(rows, tokens, nodes or 0)
+    if worst == rows and tokens in (None, experts.shape[0] * sizes[0]):
+        return Fit(kept, made, fill)
+    return Fit(kept & fits.flatten().index_select(0, owner).view(kept.shape), made, fill)
 
 
 def overflowed(fill: Int[Tensor, "*layers rooms"], room: float) -> Bool[Tensor, ""]:

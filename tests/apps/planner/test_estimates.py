@@ -27,10 +27,13 @@ from functron.apps.planner import (
     hardware,
     trace_pieces,
 )
-from functron.apps.planner.rates import time_program
+from functron.apps.planner.measurements import estimate_run
+from functron.apps.planner.rates import ExpertLoad, fuse_program, time_program
 from functron.models import gpt
 from functron.models.options import ModelOptions
-from functron.training.config import configure
+from functron.nn.moe import MoEConfig
+from functron.training.config import configure, with_precision
+from functron.training.costs import step_peak_bytes
 from functron.training.setup import make_setup
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
@@ -230,6 +233,89 @@ def test_flops_are_the_models(plain):
         1e9 / found.tokens * found.step_seconds * 64 / 3600
     )
     assert found.energy_joules(1e9) == pytest.approx(found.gpu_hours(1e9) * 3600 * A100.power_watts)
+
+
+EXPERTS = {"model": "mixtral-8x7b", "gpt__num_layers": 4, "mesh": "pp=2,ep=8", "seq": 4096}
+EXPERTS |= {"global_batch": 32, "microbatches": 4}
+
+
+@pytest.mark.parametrize("room", [0.0, 1.25])
+@pytest.mark.parametrize(
+    ("precision", "schedule"),
+    [("bf16", "1f1b"), ("fp8-row", "1f1b"), ("fp8-row", "zb-h1"), ("bf16", "dualpipe")],
+)
+def test_flops_of_experts_are_the_models_whatever_the_room(precision, schedule, room):
+    """Padding is not multiplied: in FP8, and where gradients of weights are programs of their own."""
+    config = configure(**EXPERTS, schedule=schedule, expert_room=room)
+    made = make_setup(with_precision(config, precision), Mesh(pp=2, ep=8))
+    found = estimate_run(made, hardware("h100"))
+    # backward computes one product of attention again, of 4,096 tokens: 2 E T of 12 N per token
+    assert 1 < found.hardware_flops / found.model_flops_whole < 1.03
+    plain = with_precision(configure(**EXPERTS, schedule="1f1b", expert_room=1.25), "bf16")
+    same = estimate_run(make_setup(plain, made.mesh), hardware("h100"))
+    assert found.hardware_flops == pytest.approx(same.hardware_flops, rel=0.01)
+    (said,) = [note for note in found.notes if "experts" in note]
+    assert "have 1.18 times the balanced rows, which take its time" in said
+
+
+@pytest.mark.parametrize("imbalance", [1.0, 1.25, 2.0])
+def test_the_time_of_experts_is_that_of_the_fullest_rank(imbalance):
+    """Of so many times the balanced rows, as far as there is room for them."""
+    model = replace(
+        MODEL, num_layers=1, gated=True, bias=False, activation="silu", fused_projections=False,
+        moe=MoEConfig(num_experts=8, top_k=2, expert_dim=512),
+    )  # fmt: skip
+    options = ModelOptions(expert_room=1.5)
+    pieces = trace_pieces(model, Mesh(ep=4), options, rows=1, seq=2048, split=True)
+    ((layer, _),) = pieces.layers.values()
+    load = ExpertLoad(imbalance, tuple(layer.rooms.items()))
+    rows = 2 * 2048  # that a rank sends: two for each token
+    product = 2 * rows * 1024 * 512 * min(imbalance, 1.5)
+    sent = rows * 1024 * 2 * imbalance  # bfloat16
+    for program, products, exchanges in zip(layer.programs, (3, 3, 3), (2, 2, 0), strict=True):
+        work = fuse_program(program, FUNCTRON, load).work.values()
+        found = [each.flops for each in work if each.what.startswith("grouped")]
+        assert found == pytest.approx([product] * products, rel=1e-3)
+        assert [x.num_bytes for x in work if x.what == "ragged_all_to_all"] == [sent] * exchanges
+
+
+@pytest.mark.full
+def test_deepseeks_own_layout_fits():
+    """EP 64 and DualPipe on 16 ranks, ZeRO-1, moments in bfloat16: on the ranks at the tip, too."""
+    given = {"model": "deepseek-v3", "mesh": "pp=16,dp=2,ep=64", "seq": 4096, "zero": 1}
+    given |= {"global_batch": 15360, "microbatches": 120, "remat": "full", "expert_room": 1.25}
+    given |= {"optimizer__mu_dtype": "bfloat16", "optimizer__nu_dtype": "bfloat16"}
+    held = []
+    for schedule in ("dualpipe", "dualpipe-half"):
+        config = with_precision(configure(**given, schedule=schedule, compile=True), "fp8-row")
+        made = make_setup(config, Mesh(pp=16, dp=2, ep=64))
+        held.append(estimate_run(made, hardware("h100")).memory)
+        if schedule == "dualpipe-half":
+            assert step_peak_bytes(made) < 80e9
+    whole, half = held
+    assert sum(half.values()) < 80e9 < sum(whole.values())
+    # of the operands of 8 microbatches' gradients of weights those of 4
+    assert half["activations"] / whole["activations"] == pytest.approx(0.5, abs=0.03)
+
+
+def test_two_hops_take_less_time_between_nodes():
+    """A token for 8 of 256 experts in 4 of 8 groups goes to 4 nodes, in place of 8 times."""
+    given = {"model": "deepseek-v3", "gpt__num_layers": 2, "gpt__dense_layers": 1, "seq": 4096}
+    given |= {"gpt__mtp_depth": 0, "expert_axes": "ep_node,ep", "expert_room": 1.25}
+    config = with_precision(
+        configure(**given, mesh="ep_node=8,ep=8", global_batch=64, compile=True), "bf16"
+    )
+    one, two = (
+        estimate_run(
+            make_setup(configure(config, gpt__moe__dispatch=kind), Mesh(ep_node=8, ep=8)),
+            hardware("h100"),
+        ).exposed
+        for kind in ("alltoall", "two-hop")
+    )
+    # of 7,168 wide bf16 there and back, the weights and numbers of 8 choices in float32
+    rows = 4 / 8 * (1 + 8 * 2 * 4 / (2 * 7168 * 2))
+    assert two["ep_node"] / one["ep_node"] == pytest.approx(rows, rel=0.05)
+    assert two["ep"] == pytest.approx(one["ep"], rel=0.1)
 
 
 def test_memory_by_hand(plain):

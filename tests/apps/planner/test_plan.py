@@ -74,13 +74,14 @@ def test_plans_say_how_even_routing_is_assumed_to_be(tmp_path, capsys):
              "--fix", "ep=8,rows=2,remat=none,zero=0", "--explain"]  # fmt: skip
     held = {}
     for room, said in {
-        "1.25": "room for 1.25 times as many rows (expert_room)",
+        "1.25": "room for 1.25 times as many (expert_room)",
         "0": "room for all rows of all ranks",
     }.items():
         more = [] if room == "1.25" else ["--expert-room", room]
         assert main([*given, *more, "--out", str(tmp_path / f"{room}.toml")]) == 0
         out = capsys.readouterr().out
-        assert f"tokens are assumed to be balanced among experts, and memory to have {said}" in out
+        loaded = "the fullest rank's experts are assumed to have 1.18 times the balanced rows"
+        assert f"{loaded}, which take its time, and memory to have {said}" in out
         config = load(tmp_path / f"{room}.toml")
         assert config.compute.expert_room == float(room)
         made = make_setup(config, Mesh.parse(config.parallelism.mesh))

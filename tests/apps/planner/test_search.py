@@ -146,6 +146,20 @@ def test_experts_and_long_samples_have_axes():
     assert sizes == set(itertools.product((1, 2), (1, 2, 4)))  # of 6 experts; of 4096 tokens
 
 
+def test_experts_in_two_hops_are_over_whole_nodes():
+    config = configure(WHOLE, gpt__moe=MoEConfig(num_experts=8, dispatch="two-hop"))
+    fixed = {"pp": 1, "cp": 1, "rows": 1, "remat": "full"}
+    found = list(space(config, domain=4, fixed=fixed).candidates())
+    axes = ("ep_node", "ep", "tp")
+    sizes = {tuple(mesh_of(c)[axis] for axis in axes) for c in found}
+    # one hop over all, or nodes of 4 GPUs
+    whole = {(1, ep, tp) for ep in (1, 2, 4, 8) for tp in (1, 2, 4) if ep * tp <= 8}
+    assert sizes == whole | {(2, 4, 1), (2, 2, 2), (2, 1, 4)}
+    assert {c.parallelism.expert_axes for c in found} == {"ep_node,ep"}
+    fixed |= {"ep_node": 4, "ep": 2, "tp": 1}
+    assert {str(mesh_of(c)) for c in space(config, fixed=fixed).candidates()} == {"ep_node=4,ep=2"}
+
+
 def test_the_best_is_that_of_trying_everything():
     model = Invented()
     found = search(space(), model, top=5)

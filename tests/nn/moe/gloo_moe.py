@@ -69,6 +69,15 @@ if __name__ == "__main__":
     cases = {
         "etp": lambda: compare(mesh, CONFIG, ("ep",), WHOLE),
         "folded": lambda: compare(mesh, dropless, ("ep", "tp"), SPLIT),
+        "two-hop": lambda: [
+            compare(
+                mesh,
+                replace(each, dispatch="two-hop", num_experts=16, top_k=5),
+                ("ep", "tp"),
+                SPLIT,
+            )
+            for each in (CONFIG, dropless)
+        ],
         "gather": lambda: compare(mesh, replace(CONFIG, dispatch="gather"), ("ep", "tp"), SPLIT),
     }
     for name in sys.argv[1:] or cases:

@@ -9,7 +9,9 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, lax, tree
+from functron.nn.moe import layer as layer_module
 from functron.nn.moe.layer import dispatched, permute, sort_by_expert, unpermute
+from functron.nn.moe.room import RowBounds
 from functron.ops.grouped_matmul import grouped_matmul
 
 EXPERTS, EMBED, OUT, TOKENS = 8, 3, 4, 3  # tokens of each rank
@@ -61,7 +63,7 @@ def dense(x, weights, w, experts, kept):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("kind", ["alltoall", "gather"])
+@pytest.mark.parametrize("kind", ["alltoall", "gather", "two-hop"])
 @pytest.mark.parametrize("where", list(MESHES))
 def test_dispatched(agrees, randn, where, kind, routing):
     mesh, axes = Mesh.parse(where.split()[0] if where else ""), MESHES[where]
@@ -139,7 +141,7 @@ def test_one_rank_has_a_row_for_each_assignment_and_no_more(randn):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("routing", ["random", "limited"])
-@pytest.mark.parametrize("kind", ["alltoall", "gather"])
+@pytest.mark.parametrize("kind", ["alltoall", "gather", "two-hop"])
 @pytest.mark.parametrize("where", ["ep=2", "ep=2,tp=2"])
 def test_traced_and_compiled(randn, where, kind, routing):
     mesh, axes = Mesh.parse(where), MESHES[where]
@@ -209,3 +211,74 @@ def test_refuses_experts_that_do_not_divide(randn):
 
     with pytest.raises(ValueError, match="num_experts: got 3; wanted a multiple of 2"):
         ft.shard_map(layer, Mesh(ep=2), P("ep"), P("ep"))(randn(4, EMBED))
+
+
+def count_sent(kind, top_k, nodes, width):
+    """Bytes that a rank sends between nodes, and within them, forward; of 6 tokens for 16 experts."""
+    mesh, axes = Mesh(ep_node=4, ep=2), ("ep_node", "ep")
+    split, tokens = P(axes), 6 * mesh.size
+
+    def layer(x, weights, experts):
+        bounds = RowBounds(nodes=nodes)
+        return dispatched(
+            x, experts, weights, experts >= 0, lambda rows, sizes: rows, num_experts=16,
+            axes=axes, kind=kind, bounds=bounds,
+        )  # fmt: skip
+
+    x, weights = torch.zeros(tokens, width), torch.zeros(tokens, top_k)
+    experts = torch.zeros(tokens, top_k, dtype=torch.int64)
+    program = ft.trace(ft.shard_map(layer, mesh, split, split))(x, weights, experts)
+    rows = [row for row in program.cost().collectives if row.op == "ragged_all_to_all"]
+    return [sum(row.sent_bytes for row in rows if row.axis == axis) for axis in axes]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "nodes", "mean"),
+    [
+        # of even draws without replacement a node, 4 of 16 experts, has none of k
+        (2, 0, 4 * (1 - (12 * 11) / (16 * 15))),
+        (8, 0, 4 * (1 - math.comb(12, 8) / math.comb(16, 8))),
+        (8, 2, 2),  # groups of 4 experts, of which tokens choose from 2
+    ],
+)
+def test_bytes_between_nodes(top_k, nodes, mean):
+    width, tokens = 64, 6
+    # float32, there and back; three of four nodes, one of two ranks in them, are others
+    each = tokens * top_k * 2 * width * 4
+    assert count_sent("alltoall", top_k, nodes, width) == [each * 3 // 4, each // 2]
+    rows = math.ceil(tokens * mean)
+    between = rows * (2 * width + 2 * top_k) * 4  # with a weight and a number of each choice
+    assert count_sent("two-hop", top_k, nodes, width) == [between * 3 // 4, each // 2]
+    assert between < each
+
+
+def test_tokens_go_once_to_every_node(monkeypatch):
+    """The rows that are really sent: of each token one for every node that has its experts."""
+    experts, weights, kept, _ = draw_routing("dropped", 4 * TOKENS, 4)
+    sent, send = [], layer_module.exchange
+
+    def watched(x, sizes, axes, **more):
+        if axes[0].name == "ep_node" and x.shape[1] == EMBED:
+            sent.append(sizes)
+        return send(x, sizes, axes, **more)
+
+    monkeypatch.setattr(layer_module, "exchange", watched)
+    counted = []
+
+    def layer(x, weights, experts, kept):
+        sent.clear()
+        y = dispatched(
+            x, experts, weights, kept, lambda rows, sizes: rows, num_experts=EXPERTS,
+            axes=("ep_node", "ep"), kind="two-hop",
+        )  # fmt: skip
+        counted.append(len(sent))
+        return y, sent[0].sum().view(1)
+
+    mesh, split = Mesh(ep_node=2, ep=2), P(("ep_node", "ep"))
+    run = ft.shard_map(layer, mesh, split, (split, split), check=False)
+    _, rows = run(torch.zeros(4 * TOKENS, EMBED), weights.float(), experts, kept)
+    chosen = [{e // 4 for e, k in zip(*row, strict=True) if k}
+              for row in zip(experts.tolist(), kept.tolist(), strict=True)]  # fmt: skip
+    wanted = [sum(map(len, chosen[i : i + TOKENS])) for i in range(0, 4 * TOKENS, TOKENS)]
+    assert rows.tolist() == wanted
+    assert counted == [2]  # there and back

@@ -421,5 +421,5 @@ def test_defs():
 @pytest.mark.distributed
 def test_processes(torchrun):
     done = torchrun(Path(__file__).with_name("gloo_moe.py"), 4, timeout=240)
-    for name in ("etp", "folded", "gather"):
+    for name in ("etp", "folded", "two-hop", "gather"):
         assert f"{name}: ok" in done.stdout

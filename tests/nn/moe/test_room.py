@@ -14,6 +14,7 @@ from functron import Mesh, P
 from functron.nn.moe.layer import dispatched
 from functron.nn.moe.room import (
     ROOMS,
+    RowBounds,
     fit_rows,
     needed_room,
     overflowed,
@@ -78,7 +79,7 @@ def test_rows_that_fit(where, uneven):
 
         def program(experts, kept, room=room):
             found = fit_rows(experts, kept, room, num_experts=EXPERTS, axes=axes, most=TOKENS)
-            assert found.rows <= TOKENS * CHOICES * mesh.size
+            assert found.bounds.rows <= TOKENS * CHOICES * mesh.size
             return found.kept, ft.lax.psum(found.fill, mesh.axis_names)
 
         found = ft.shard_map(program, mesh, (split, split), (split, P()), check=False)
@@ -94,7 +95,47 @@ def test_rows_that_fit(where, uneven):
         assert max(max(r) for r in count_rows(mesh, axes, experts, left).values()) <= most
 
 
-@pytest.mark.parametrize("kind", ["alltoall", "gather"])
+@pytest.mark.parametrize("most", [0, 1])
+@pytest.mark.parametrize("room", [1.0, 1.125, 1.25, 0.0])
+def test_tokens_of_nodes_that_fit(room, most):
+    """By hand: rank (node, place) gets a token of its place once if any expert is in the node."""
+    mesh, axes = Mesh(ep_node=2, ep=2), ("ep_node", "ep")
+    experts, kept = draw(mesh.size, 3, uneven=False)
+    half = EXPERTS // 2
+    if most:  # all choices of a token in one node
+        experts = torch.where(torch.arange(CHOICES) > 0, experts[:, :1] // half * half, experts)
+        kept &= (experts != experts[:, :1]) | (torch.arange(CHOICES) == 0)
+    held = {}
+    for place in itertools.product(range(2), range(2)):
+        ranks = [source * 2 + place[1] for source in range(2)]
+        rows = [row for rank in ranks for row in range(rank * TOKENS, (rank + 1) * TOKENS)]
+        going = [{e // half for e, k in zip(experts[r].tolist(), kept[r].tolist(), strict=True) if k}
+                 for r in rows]  # fmt: skip
+        held[place] = sum(place[0] in each for each in going)
+    # an even draw of 2 of 8 is on both nodes in 4 of 7 cases
+    mean = math.ceil(TOKENS * (1 if most else 11 / 7))
+    limits: Any = {"num_experts": EXPERTS, "axes": axes, "most": TOKENS, "nodes": most}
+
+    def program(experts, kept):
+        found = fit_rows(experts, kept, room, **limits)
+        wanted = min(2 * TOKENS, math.ceil(room * mean)) if room else 2 * TOKENS
+        assert found.bounds.tokens == wanted
+        return found.kept, ft.lax.psum(found.fill, mesh.axis_names)
+
+    split = P(mesh.axis_names)
+    left, fill = ft.shard_map(program, mesh, (split, split), (split, P()), check=False)(
+        experts, kept
+    )
+    rows = count_rows(mesh, axes, experts, kept)
+    needed = max(
+        next(r for r in ROOMS if math.ceil(r * mean) >= max(held.values())),
+        next(r for r in ROOMS if math.ceil(r * TOKENS * CHOICES) >= max(map(max, rows.values()))),
+    )
+    assert needed_room(fill) == needed
+    assert torch.equal(left, kept) == (not overflowed(fill, room))
+
+
+@pytest.mark.parametrize("kind", ["alltoall", "gather", "two-hop"])
 @pytest.mark.parametrize("where", list(MESHES))
 def test_dispatch_with_just_enough_room(randn, where, kind):
     mesh, axes = Mesh.parse(where.split()[0] if where else ""), MESHES[where]
@@ -111,7 +152,7 @@ def test_dispatch_with_just_enough_room(randn, where, kind):
 
         y = dispatched(
             x, experts, weights, kept, compute, num_experts=EXPERTS, axes=axes, kind=kind,
-            most_rows=most_rows,
+            bounds=RowBounds(most_rows),
         )  # fmt: skip
         return y, ft.lax.psum(y.square().sum(), mesh.axis_names)
 
