@@ -29,9 +29,10 @@ from functron.data.token_datasets import Sliding
 from functron.data.tokenizer import ByteTokenizer, open_tokenizer
 from functron.models import generation, gpt, lora
 from functron.models.generation import Draw, generate
+from functron.models.options import ModelOptions
 from functron.program.cost import free_memory_bytes
 from functron.spmd import DATA_AXES, BoundMesh, Mesh
-from functron.spmd.params import history_mask
+from functron.spmd.params import history_mask, param_specs
 from functron.training import data, run_folder
 from functron.training.checks import sequence_parts
 from functron.training.config import ParallelismConfig, TrainConfig, configure, load
@@ -49,7 +50,8 @@ from functron.training.evaluation import (
 )
 from functron.training.records import finite
 from functron.training.run import own_part
-from functron.training.setup import make_setup
+from functron.training.setup import make_setup, rules_of
+from functron.transforms import Gather
 
 TextProgram = Callable[[dict, Mesh | BoundMesh, torch.device], str]
 """``(params, mesh, device)`` to the text."""
@@ -125,7 +127,12 @@ def _configure(options: EvaluateOptions, mesh: Mesh) -> TrainConfig:
     rows = config.data.global_batch // _count_parts(Mesh.parse(ranks.mesh), ranks.microbatches)
     return configure(
         config,
-        parallelism=ParallelismConfig(options.mesh, ranks.nproc, microbatches=mesh["pp"]),
+        parallelism=ParallelismConfig(
+            options.mesh,
+            ranks.nproc,
+            microbatches=mesh["pp"],
+            uneven=options.uneven or ranks.uneven,
+        ),
         compile=False,
         log_layers_every=0,
         out=str(options.run),
@@ -370,6 +377,9 @@ def sample(arguments: Sequence[str]) -> int:
     with mistakes():
         mesh = Mesh.parse(options.mesh)
         config = load(options.run / run_folder.CONFIG, known_only=True)
+        uneven = options.uneven or config.parallelism.uneven
+        ranks = ParallelismConfig(options.mesh, uneven=uneven)
+        config = configure(config, parallelism=ranks)
         _check_prompt(options, config, mesh, here)
         kind = choose_device(options.device, options.nproc)
         grow_segments(kind)
@@ -409,7 +419,7 @@ def _check_prompt(
     raise_problems("cannot sample", [*found, *options.problems(mesh, here)])
     if isinstance(model, gpt.GPTConfig) and mesh.size > 1:
         generation.check(model, mesh)
-    family.rules(model, mesh)
+    rules_of(config, mesh)
 
 
 def _read_params(
@@ -419,10 +429,15 @@ def _read_params(
     device: torch.device,
 ) -> dict:
     """The parameters of the newest checkpoint, sharded over the mesh."""
-    rules = config.family.rules(config.architecture, mesh)
-    read = functools.partial(read_params, rules=rules, mesh=mesh)
+    read = functools.partial(read_params, rules=rules_of(config, mesh), mesh=mesh)
     found = newest_params(options.run, config, averaged=options.averaged, read=read)
     return tree.map(lambda leaf: leaf.to(device), found)
+
+
+def _gather_at_use(config: TrainConfig, mesh: Mesh | BoundMesh) -> ModelOptions:
+    """Options of a model whose parameters lie on the mesh as `_read_params` has them."""
+    defs = config.family.defs(config.architecture)
+    return ModelOptions(gather=Gather(param_specs(defs, rules_of(config, mesh))))
 
 
 def _continue_prompt(
@@ -443,6 +458,7 @@ def _continue_prompt(
             key=random.key(options.seed).to(device),
             stop=tokenizer.stops,
             mesh=mesh if mesh.size > 1 else None,
+            options=_gather_at_use(config, mesh) if mesh.size > 1 else None,
         )
         new = _cut_at_stop(tokens[0, len(ids) :].tolist(), tokenizer.stops)
         if not isinstance(tokenizer, Tokenizer) or not options.chat:
@@ -474,6 +490,7 @@ def _answer_prompt(
             key=random.key(options.seed).to(device),
             stop={prompts.end},
             mesh=mesh,
+            options=_gather_at_use(config, mesh),
         )
         return prompts.decode(_cut_at_stop(tokens[0].tolist(), {prompts.end}), tokenizer)
 
