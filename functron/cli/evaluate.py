@@ -78,6 +78,8 @@ class EvaluateOptions(RunOptions):
             of a window count. A small stride gives each more context and takes longer; 0: seq.
         batches: batches of each set; 0: the whole set once.
         batch: windows per batch, over all ranks; 0: as many tokens per rank as in the run.
+        compile: compile what computes the loss, for long sets: all windows are then padded to the
+            length of the longest. Experts have the room that --expert-room of the run bounds.
         json: print a JSON object instead of lines.
     """
 
@@ -86,6 +88,7 @@ class EvaluateOptions(RunOptions):
     stride: int = setting(0, least=0)
     batches: int = setting(0, least=0)
     batch: int = setting(0, least=0)
+    compile: bool = False
     json: bool = False
 
 
@@ -133,7 +136,7 @@ def _configure(options: EvaluateOptions, mesh: Mesh) -> TrainConfig:
             microbatches=mesh["pp"],
             uneven=options.uneven or ranks.uneven,
         ),
-        compile=False,
+        compile=options.compile,
         log_layers_every=0,
         out=str(options.run),
         global_batch=max(rows, 1),
@@ -174,6 +177,8 @@ def _make_sets(
     assert chosen[0] is not None
     config, notes = chosen[0]
     stride, multiple = options.stride or config.data.seq, sequence_parts(config, mesh)[0]
+    if options.compile:  # one program for windows of all lengths
+        multiple *= -(-min(config.data.seq, max(longest, 1)) // multiple)
     windows = {"multiple": multiple, "exact": bool(_find_capacity(config))}
     sets = [slide(name, one, config, stride, **windows) for name, one in texts.items()]
     # each window is of one document: there is nothing to mask
@@ -241,6 +246,9 @@ def _check(config: TrainConfig, options: EvaluateOptions, mesh: Mesh, here: Proc
         fix = f"set it to {-(-options.batch // share) * share}"
         found.append(Problem("batch", str(options.batch), f"a multiple of {share}", fix))
     found += _check_windows(config, options, mesh)
+    if options.compile and mesh["pp"] > 1 and (options.nproc or here is not None):
+        wanted = "nothing with stages on processes, which are not compiled here"
+        found.append(Problem("compile", "true", wanted, "leave it out, or pp"))
     found += [*options.problems(mesh, here), *problems_of(config)]
     raise_problems("cannot evaluate", found)
     # with seq=1, as texts may be shorter than windows
@@ -266,6 +274,10 @@ def _check_windows(config: TrainConfig, options: EvaluateOptions, mesh: Mesh) ->
         wanted = "'sequence': otherwise a text's loss depends on the others in its batch"
         fix = "set it so in the run's config.toml"
         yield Problem("gpt.moe.capacity_over", "'batch'", wanted, fix)
+    if options.compile and _uses_windows(config) and _find_capacity(config):
+        wanted = "false: windows of one length would be padded, and take part of the experts' "
+        wanted += "limited capacity"
+        yield Problem("compile", "true", wanted, "leave it out")
     if options.stride and not _uses_windows(config):
         wanted = f"nothing with {family.title}, which reads whole samples"
         yield Problem("stride", str(options.stride), wanted, "leave it out")

@@ -18,7 +18,7 @@ import functron as ft
 from functron import Mesh, gpt, random, tree
 from functron.nn.moe.room import ROOMS, room_at_least
 from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.training import run
+from functron.training import evaluation, run
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure
 from functron.training.costs import check_room, peak_bytes_with, step_peak_bytes
@@ -143,6 +143,7 @@ def quick(monkeypatch):
     """Programs are traced as compiled ones are, and run without a compiler."""
     settings = property(lambda self: {"backend": "eager"})
     monkeypatch.setattr(RunSetup, "jit_settings", settings)
+    monkeypatch.setattr(evaluation, "jit", functools.partial(evaluation.jit, backend="eager"))
 
 
 @pytest.mark.pairwise(of=factors)
@@ -163,6 +164,70 @@ def compiled_factors(name, row, skew):
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled_steps_are_those_of_all_tokens(quick, name, row, skew):
     check_step(name, row, skew, compile=True)
+
+
+@pytest.fixture
+def made_for(monkeypatch):
+    """The rooms of evaluating programs that were made, each once, in order."""
+    rooms, make = [], evaluation._make_loss
+
+    def make_loss(setup, room):
+        rooms.append(room)
+        return make(setup, room)
+
+    monkeypatch.setattr(evaluation, "_make_loss", make_loss)
+    return rooms
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "skew"),
+    [
+        ("top-2", 0, "half"),
+        ("gather", 7, "even"),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (
+                ("top-8 of 64", 1, "some samples"),
+                ("group-limited, sigmoid and bias, shared", 2, "one rank"),
+                ("capacity, shared, latent", 4, "some samples"),
+                ("top-2", 8, "one rank"),
+            )
+        ),
+    ],
+)
+def test_compiled_evaluation_is_that_of_all_tokens(quick, made_for, name, row, skew):
+    mesh, fields = ROWS[row]
+    fields = dict(fields)
+    layers = fields.pop("num_layers", 2)
+    config = configured(name, mesh, layers, expert_room=1.0, compile=True, **fields)
+    made = make_setup(config, Mesh.parse(mesh))
+    params, program = begin(made, skew).params, evaluation.loss_program(made)
+    before = tree.map(torch.clone, params)
+    batch = draw_batch(skew)
+    total, count = program(params, batch)
+    plain = replace(config.gpt, z_loss=0.0, mtp_depth=0)
+    _, details = gpt.loss_and_details(plain, params, batch)
+    assert abs(total - details["next_token"]) <= TOLERANCE * details["next_token"]
+    assert count == batch["targets"].numel()
+    assert made_for[0] == 1.0
+    assert len(made_for) > 1  # it was taken again
+    assert all(map(torch.equal, tree.leaves(params), tree.leaves(before)))
+    made_for.clear()
+    program(params, batch)
+    assert made_for == []  # there is room now
+
+
+def test_evaluation_beyond_all_rooms_is_not_compiled(quick, made_for, monkeypatch):
+    made = make_setup(configured("top-2", "ep=2", expert_room=1.0, compile=True), Mesh(ep=2))
+    params, batch = begin(made, "one rank").params, draw_batch("one rank")
+    want, _ = evaluation.loss_program(make_setup(configured("top-2", ""), Mesh()))(params, batch)
+    monkeypatch.setattr(LearnedRoom, "enlarge", lambda self, needed: setattr(self, "room", 0.0))
+    monkeypatch.setattr(evaluation, "jit", lambda f: calls.append(f) or f)
+    calls = []
+    total, _ = evaluation.loss_program(made)(params, batch)
+    assert abs(total - want) <= TOLERANCE * want
+    assert made_for[1:] == [1.0, 0.0]
+    assert len(calls) == 1
 
 
 @pytest.mark.distributed
