@@ -83,7 +83,7 @@ from functron.program.recorder import keeper
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
 from functron.spmd.ragged import add_rows, copy_rows, exchange, pick, swap_blocks, wait_for_rows
-from functron.spmd.spec import P, part_length, spec_axes
+from functron.spmd.spec import P, find_part, part_length, spec_axes
 
 ExpertActivation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu", "clamped_swiglu"]
 """Those of `nn.mlp`, and that of GPT-OSS, which needs a gate; see `clamped_swiglu`."""
@@ -714,7 +714,11 @@ def _run_experts(
         over_batch = config.capacity_over == "batch"
         most = min(limit, batch * seq) if over_batch else batch * min(limit, seq)
     taken, weights, kept = (value.flatten(0, 1) for value in chosen)
-    num_experts = params["down"]["w"].shape[0] * lax.axis_size(axes)  # with those of padding
+    own = params["down"]["w"].shape[0]
+    num_experts = own * lax.axis_size(axes)  # with those of padding
+    if num_experts != config.num_experts:  # several axes have some between the others
+        rank, place = find_part(taken, config.num_experts, [lax.axis_size(name) for name in axes])
+        taken = rank * own + place
     fill, most_rows = None, None
     if room is not None:
         limits: Any = {"num_experts": num_experts, "axes": axes}
@@ -764,14 +768,9 @@ def _check_splits(
             fix = f'{sequence}, or give the rule "expert" other axes'
             wanted = f"axes that split tokens; the stream is {stream}"
             problems.append(Problem("axes", repr(name), wanted, fix))
-    several = sum(lax.axis_size(name) > 1 for name in axes) > 1
-    ranks, parts = lax.axis_size(axes), 1 if axis in axes else lax.axis_size(axis)
+    ranks, parts = map(lax.axis_size, axes), 1 if axis in axes else lax.axis_size(axis)
     have = tuple(params["experts"]["down"]["w"].shape[:2])
-    wanted = part_length(config.num_experts, [ranks]), part_length(config.expert_dim, [parts])
-    if several and config.num_experts % ranks:  # padding between experts would shift their numbers
-        fix = "split them over one axis, or choose another number of experts"
-        got = f"{config.num_experts} experts over {axes}"
-        problems.append(Problem("axes", got, f"a multiple of {ranks}", fix))
+    wanted = part_length(config.num_experts, ranks), part_length(config.expert_dim, [parts])
     if have != wanted and not problems:
         split = f"{wanted[0]} and {wanted[1]}: {config.num_experts} over {axes}"
         split += f", {config.expert_dim} over {(axis,) if parts > 1 else ()}"
