@@ -19,6 +19,7 @@ from functron import Mesh, gpt, random, tree
 from functron.nn.moe.room import ROOMS, room_at_least
 from functron.optim import OptimizerConfig, ScheduleConfig
 from functron.training import evaluation, run
+from functron.training import rooms as rooms_module
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure
 from functron.training.costs import check_room, peak_bytes_with, step_peak_bytes
@@ -26,6 +27,7 @@ from functron.training.loop import loop
 from functron.training.rooms import LearnedRoom, with_rooms
 from functron.training.run import programs
 from functron.training.setup import RunSetup, make_setup
+from tests.compiler.test_graph import recorded  # noqa: F401
 from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL, VOCAB
 
 SEQ, BATCH, STEPS, TOLERANCE = 16, 8, 3, 1e-10
@@ -252,6 +254,39 @@ def test_room_changes_no_bit():
         assert not later[0]["reruns"]
         assert [x["loss"] for x in later] == [x["loss"] for x in history]
         assert all(map(torch.equal, tree.leaves(other), tree.leaves(moved)))
+
+
+def test_graphs_of_rooms(recorded, monkeypatch):  # noqa: F811
+    """A graph of each room that held for long, whose flag is read when it was launched."""
+    settings = property(lambda self: {"backend": "eager", "graph": True})
+    monkeypatch.setattr(RunSetup, "jit_settings", settings)
+    monkeypatch.setattr(rooms_module, "_STEPS", 3)
+    even = tree.map(torch.Tensor.contiguous, draw_batch("even"))
+    same = {**even, "tokens": torch.full_like(even["tokens"], 3)}  # to 2 of 4 experts, and ranks
+    batches = [even] * 4 + [same] * 4 + [even] * 7
+    found = []
+    for mesh, fields in (("", {}), ("ep=4", {"compile": True, "cuda_graph": True})):
+        rate = ScheduleConfig(name="constant", peak=0.1)  # at 1.0 rounding grows quickly
+        config = configured("top-2", mesh, 1, expert_room=1.0, learning_rate=rate, **fields)
+        made = make_setup(config, Mesh.parse(mesh))
+        state, (step, _) = begin(made, "even"), programs(made)
+        history, graphs = [], []
+        for batch in batches:
+            state, metrics = step(state, tree.map(torch.clone, batch))
+            history.append(torch.stack([metrics["loss"], metrics["grad_norm"]]))
+            graphs.append((metrics["expert_room"], metrics["reruns"], len(recorded)))
+        found.append((torch.stack(history), tree.leaves(state.params)))
+    for a, b in zip(*map(tree.leaves, found), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    rooms = [room for room, _, _ in graphs]
+    assert rooms[0] < rooms[4] > rooms[-1]  # more than at first, and less again
+    assert graphs[3][2] == 2  # of gradients, and of the update
+    assert graphs[4][1] > 0  # the first room's graph, launched, said that it was too full
+    assert [count for _, _, count in graphs[6:11]] == [4] * 5
+    assert graphs[-1][2] == 6  # a former room's are made anew
+    # parameters are read where they are
+    held = {leaf.data_ptr() for leaf in tree.leaves(state.params)}
+    assert held <= {tensor.data_ptr() for tensor in recorded[-2]}
 
 
 def test_quantised_products_with_histories():
