@@ -47,12 +47,12 @@ from functron.hub.reader import (
 from functron.models import lora, mup
 from functron.models.config import GPTConfig
 from functron.models.family import Config, family_of
+from functron.nn.moe.room import find_part
 from functron.spmd import BoundMesh, Mesh, P, gather
 from functron.spmd.spec import (
     Uneven,
     as_entry,
     dim_axes,
-    find_part,
     global_shape,
     is_spec,
     num_shards,

@@ -270,23 +270,6 @@ def part_length(size: int, counts: Iterable[int]) -> int:
     return size
 
 
-def find_part(index: Any, size: int, counts: Iterable[int]) -> tuple[Any, Any]:
-    """The rank that has entry `index` of a dim, row-major, and which of its part's entries that is.
-
-    >>> find_part(4, 5, (2, 2))  # of parts [0, 1], [2], [3, 4] and padding alone
-    (2, 1)
-
-    Args:
-        index: an int, or a tensor of them.
-        counts: how many ranks cut the dim, for each axis in turn.
-    """
-    rank = 0
-    for count in counts:
-        size = -(-size // count)
-        rank, index = rank * count + index // size, index % size
-    return rank, index
-
-
 def part_span(size: int, counts: Sequence[int], indices: Sequence[int]) -> tuple[int, int, int]:
     """Where a rank's part begins and ends in a dim, and its length with padding.
 

@@ -58,7 +58,7 @@ from functron.nn.layers import (
     widen,
 )
 from functron.nn.moe.config import ExpertDispatch, MoEConfig
-from functron.nn.moe.room import fit_rows
+from functron.nn.moe.room import find_part, fit_rows
 from functron.nn.moe.router import (
     FilledSums,
     Router,
@@ -83,7 +83,7 @@ from functron.program.recorder import keeper
 from functron.spmd import collectives as lax
 from functron.spmd.axes import lookup
 from functron.spmd.ragged import add_rows, copy_rows, exchange, pick, swap_blocks, wait_for_rows
-from functron.spmd.spec import P, find_part, part_length, spec_axes
+from functron.spmd.spec import P, part_length, spec_axes
 
 ExpertActivation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu", "clamped_swiglu"]
 """Those of `nn.mlp`, and that of GPT-OSS, which needs a gate; see `clamped_swiglu`."""
