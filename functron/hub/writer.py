@@ -290,7 +290,8 @@ def _gather_row(
     for dim, wanted in enumerate(index):
         entries[dim] = as_entry(axes[dim])  # as many rows as ranks
         entry, ranks = spec[dim] if dim < len(spec) else None, [mesh[name] for name in axes[dim]]
-        real = entry.size if isinstance(entry, Uneven) else leaf.shape[dim] * math.prod(ranks)
+        real = entry.size if isinstance(entry, Uneven) else None
+        real = leaf.shape[dim] * math.prod(ranks) if real is None else real
         owner, place = find_part(wanted, real, ranks)
         leaf = leaf.narrow(dim, place, 1)
         owners.append(owner)
