@@ -48,11 +48,13 @@ def pin(threads: int) -> None:
 
 
 def serve(
-    make: Callable[[], Callable[[], float]], between: Callable[[], object] = lambda: None
+    make: Callable[[], Callable[[], float]],
+    between: Callable[[], object] = lambda: None,
+    notes: Callable[[], Mapping[str, Any]] = dict,
 ) -> None:
     """The program's side: build it when told to, then take the steps that the parent asks for.
 
-    `between` is called after every step, outside of what is timed.
+    `between` is called after every step, outside of what is timed; `notes` are added to answers.
     """
     lead = not dist.is_initialized() or dist.get_rank() == 0
     # whatever else prints must not mix with the answers
@@ -70,6 +72,7 @@ def serve(
             "seconds": time.perf_counter() - begun,
             "loss": loss,
             "grown": resident("VmHWM") - before,
+            **notes(),
         }
         reset_peak()
         between()

@@ -1,6 +1,7 @@
 """One layer of experts, forward and backward, against transformers' and against a dense layer.
 
     python benchmarks/moe.py [--tokens 2048 --hidden 512 --mlp 1024 --experts 8 --top-k 2 --compile]
+    python benchmarks/moe.py --rooms [--rounds 32]
 
 All layers have the same router and gated experts, the same input and the same cotangent; gradients
 are those of the input and of all parameters. Transformers' `MixtralSparseMoeBlock` runs with each
@@ -8,22 +9,36 @@ of its own implementations of experts: "eager" (a loop over experts), "grouped_m
 (which copies the weights of each assignment). The dense layer multiplies as much per token: it is
 `nn.mlp`, of the width of `top_k` experts. Prints medians of interleaved rounds, and medians of the
 ratios within a round. ``--compile`` adds ft.jit and torch.compile.
+
+``--rooms`` takes compiled training steps of mixtral-tiny on four processes, of a text with random
+weights. Experts have room for all rows of all ranks (``--expert-room 0``), or for so many times the
+balanced ones as they need, at first 1.25. Both must find the same losses. Peaks are those that are
+promised, and by how much resident memory grows in steps after the first ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import measure
 import torch
+import torch.distributed as dist
 
 import functron as ft
-from functron import DATA_AXES, P, nn
+from functron import DATA_AXES, Mesh, P, nn
 from functron.nn.moe import MoEConfig, moe
+from functron.training.config import TrainConfig, configure, with_model
+from functron.training.costs import peak_bytes_with
+from functron.training.run import prepare
+from functron.training.setup import make_setup
 
 Step = Callable[[], dict[str, torch.Tensor]]
 STREAM = P(DATA_AXES)
@@ -161,6 +176,77 @@ def disagreements(steps: dict[str, Step]) -> list[str]:
     return found
 
 
+# --- rooms
+
+MESHES, ROOMS = ("ep=4", "ep=2,dp=2"), (0.0, 1.25)
+
+
+def room_config(mesh: str, room: float) -> TrainConfig:
+    given = {"seq": 256, "global_batch": 32, "data": argparse.__file__, "compile": True}
+    config = with_model(TrainConfig(), "mixtral-tiny")
+    return configure(config, mesh=mesh, expert_room=room, **given)
+
+
+def serve_room(args: argparse.Namespace) -> None:
+    """Steps on one mesh with one room, each of the next batch."""
+    mesh, _, room = args.serve.partition(" ")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+
+    def make() -> Callable[[], float]:
+        run = prepare(room_config(mesh, float(room)), Mesh.parse(mesh).bind())
+        batches = iter([run.batch(index) for index in range(args.rounds + 1 + measure.WARM_UP)])
+        state = run.state
+
+        def take() -> float:
+            nonlocal state
+            state, metrics = run.step(state, next(batches))
+            found["reruns"] = metrics.get("reruns", 0)
+            found["room"] = metrics.get("expert_room", 0.0)
+            return float(metrics["loss"])
+
+        return take
+
+    measure.serve(make, notes=lambda: found)
+    dist.destroy_process_group()
+
+
+def time_rooms(args: argparse.Namespace) -> bool:
+    """Print steps by mesh and room; whether all ran and computed the same losses."""
+    print(f"{'mesh':11}{'room':>6}{'step ms':>9}{'x worst':>9}{'promised':>10}{'grown':>8}  reruns")
+    wrong: list[str] = []
+    given = [__file__, f"--rounds={args.rounds}"]
+    for mesh in args.only or MESHES:
+        with tempfile.TemporaryDirectory() as caches:
+            programs = [
+                measure.start(
+                    name, [*given, "--serve", name], ranks=4, threads=1, caches=Path(caches)
+                )
+                for name in (f"{mesh} {room}" for room in ROOMS)
+            ]
+            measure.run(programs, args.rounds)
+        for p, first in zip(programs, ROOMS, strict=True):
+            if p.failure:
+                wrong.append(f"{p.name}: {p.failure}")
+                continue
+            last = p.answers[-1]["room"] if first else 0.0
+            made = make_setup(room_config(mesh, first), Mesh.parse(mesh))
+            ratio = measure.ratio(programs[0], p) if not programs[0].failure else float("nan")
+            print(
+                f"{mesh:11}{last or 'all':>6}{1e3 * p.seconds:9.0f}{ratio:9.2f}"
+                f"{peak_bytes_with(made, last) / 2**20:6.0f} MiB{p.steady / 2**20:4.0f} MiB"
+                f"  {sum(answer['reruns'] for answer in p.answers)} of {len(p.answers)}"
+            )
+        losses = {p.name: p.losses for p in programs if not p.failure}
+        wrong += measure.disagreement(losses, AGREE_STEPS, AGREE_WITHIN)
+    print(*wrong, sep="\n")
+    return not wrong
+
+
+AGREE_STEPS, AGREE_WITHIN = 8, 1e-4
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -170,8 +256,20 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--most-gib", type=float, default=4.0, help="for copies of weights")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--only", nargs="*", help="names from the table")
+    parser.add_argument("--only", nargs="*", help="names from the table; of --rooms, meshes")
+    parser.add_argument("--rooms", action="store_true", help="training steps of four processes")
+    parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.serve:
+        serve_room(args)
+    elif args.rooms:
+        sys.exit(0 if time_rooms(args) else 1)
+    else:
+        time_layers(args)
+
+
+def time_layers(args: argparse.Namespace) -> None:
+    """Print the times of one layer's programs; exit where their gradients differ."""
     steps = programs(args)
     wrong = disagreements(steps)
     times: dict[str, list[float]] = {name: [] for name in steps}

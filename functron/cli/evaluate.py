@@ -29,9 +29,10 @@ from functron.data.token_datasets import Sliding
 from functron.data.tokenizer import ByteTokenizer, open_tokenizer
 from functron.models import generation, gpt, lora
 from functron.models.generation import Draw, generate
+from functron.models.options import ModelOptions
 from functron.program.cost import free_memory_bytes
 from functron.spmd import DATA_AXES, BoundMesh, Mesh
-from functron.spmd.params import history_mask
+from functron.spmd.params import history_mask, param_specs
 from functron.training import data, run_folder
 from functron.training.checks import sequence_parts
 from functron.training.config import ParallelismConfig, TrainConfig, configure, load
@@ -49,7 +50,8 @@ from functron.training.evaluation import (
 )
 from functron.training.records import finite
 from functron.training.run import own_part
-from functron.training.setup import make_setup
+from functron.training.setup import make_setup, rules_of
+from functron.transforms import Gather
 
 TextProgram = Callable[[dict, Mesh | BoundMesh, torch.device], str]
 """``(params, mesh, device)`` to the text."""
@@ -76,6 +78,8 @@ class EvaluateOptions(RunOptions):
             of a window count. A small stride gives each more context and takes longer; 0: seq.
         batches: batches of each set; 0: the whole set once.
         batch: windows per batch, over all ranks; 0: as many tokens per rank as in the run.
+        compile: compile what computes the loss, for long sets: all windows are then padded to the
+            length of the longest. Experts have the room that --expert-room of the run bounds.
         json: print a JSON object instead of lines.
     """
 
@@ -84,6 +88,7 @@ class EvaluateOptions(RunOptions):
     stride: int = setting(0, least=0)
     batches: int = setting(0, least=0)
     batch: int = setting(0, least=0)
+    compile: bool = False
     json: bool = False
 
 
@@ -125,8 +130,13 @@ def _configure(options: EvaluateOptions, mesh: Mesh) -> TrainConfig:
     rows = config.data.global_batch // _count_parts(Mesh.parse(ranks.mesh), ranks.microbatches)
     return configure(
         config,
-        parallelism=ParallelismConfig(options.mesh, ranks.nproc, microbatches=mesh["pp"]),
-        compile=False,
+        parallelism=ParallelismConfig(
+            options.mesh,
+            ranks.nproc,
+            microbatches=mesh["pp"],
+            uneven=options.uneven or ranks.uneven,
+        ),
+        compile=options.compile,
         log_layers_every=0,
         out=str(options.run),
         global_batch=max(rows, 1),
@@ -167,6 +177,8 @@ def _make_sets(
     assert chosen[0] is not None
     config, notes = chosen[0]
     stride, multiple = options.stride or config.data.seq, sequence_parts(config, mesh)[0]
+    if options.compile:  # one program for windows of all lengths
+        multiple *= -(-min(config.data.seq, max(longest, 1)) // multiple)
     windows = {"multiple": multiple, "exact": bool(_find_capacity(config))}
     sets = [slide(name, one, config, stride, **windows) for name, one in texts.items()]
     # each window is of one document: there is nothing to mask
@@ -234,6 +246,9 @@ def _check(config: TrainConfig, options: EvaluateOptions, mesh: Mesh, here: Proc
         fix = f"set it to {-(-options.batch // share) * share}"
         found.append(Problem("batch", str(options.batch), f"a multiple of {share}", fix))
     found += _check_windows(config, options, mesh)
+    if options.compile and mesh["pp"] > 1 and (options.nproc or here is not None):
+        wanted = "nothing with stages on processes, which are not compiled here"
+        found.append(Problem("compile", "true", wanted, "leave it out, or pp"))
     found += [*options.problems(mesh, here), *problems_of(config)]
     raise_problems("cannot evaluate", found)
     # with seq=1, as texts may be shorter than windows
@@ -259,6 +274,10 @@ def _check_windows(config: TrainConfig, options: EvaluateOptions, mesh: Mesh) ->
         wanted = "'sequence': otherwise a text's loss depends on the others in its batch"
         fix = "set it so in the run's config.toml"
         yield Problem("gpt.moe.capacity_over", "'batch'", wanted, fix)
+    if options.compile and _uses_windows(config) and _find_capacity(config):
+        wanted = "false: windows of one length would be padded, and take part of the experts' "
+        wanted += "limited capacity"
+        yield Problem("compile", "true", wanted, "leave it out")
     if options.stride and not _uses_windows(config):
         wanted = f"nothing with {family.title}, which reads whole samples"
         yield Problem("stride", str(options.stride), wanted, "leave it out")
@@ -370,6 +389,9 @@ def sample(arguments: Sequence[str]) -> int:
     with mistakes():
         mesh = Mesh.parse(options.mesh)
         config = load(options.run / run_folder.CONFIG, known_only=True)
+        uneven = options.uneven or config.parallelism.uneven
+        ranks = ParallelismConfig(options.mesh, uneven=uneven)
+        config = configure(config, parallelism=ranks)
         _check_prompt(options, config, mesh, here)
         kind = choose_device(options.device, options.nproc)
         grow_segments(kind)
@@ -409,7 +431,7 @@ def _check_prompt(
     raise_problems("cannot sample", [*found, *options.problems(mesh, here)])
     if isinstance(model, gpt.GPTConfig) and mesh.size > 1:
         generation.check(model, mesh)
-    family.rules(model, mesh)
+    rules_of(config, mesh)
 
 
 def _read_params(
@@ -419,10 +441,15 @@ def _read_params(
     device: torch.device,
 ) -> dict:
     """The parameters of the newest checkpoint, sharded over the mesh."""
-    rules = config.family.rules(config.architecture, mesh)
-    read = functools.partial(read_params, rules=rules, mesh=mesh)
+    read = functools.partial(read_params, rules=rules_of(config, mesh), mesh=mesh)
     found = newest_params(options.run, config, averaged=options.averaged, read=read)
     return tree.map(lambda leaf: leaf.to(device), found)
+
+
+def _gather_at_use(config: TrainConfig, mesh: Mesh | BoundMesh) -> ModelOptions:
+    """Options of a model whose parameters lie on the mesh as `_read_params` has them."""
+    defs = config.family.defs(config.architecture)
+    return ModelOptions(gather=Gather(param_specs(defs, rules_of(config, mesh))))
 
 
 def _continue_prompt(
@@ -443,6 +470,7 @@ def _continue_prompt(
             key=random.key(options.seed).to(device),
             stop=tokenizer.stops,
             mesh=mesh if mesh.size > 1 else None,
+            options=_gather_at_use(config, mesh) if mesh.size > 1 else None,
         )
         new = _cut_at_stop(tokens[0, len(ids) :].tolist(), tokenizer.stops)
         if not isinstance(tokenizer, Tokenizer) or not options.chat:
@@ -474,6 +502,7 @@ def _answer_prompt(
             key=random.key(options.seed).to(device),
             stop={prompts.end},
             mesh=mesh,
+            options=_gather_at_use(config, mesh),
         )
         return prompts.decode(_cut_at_stop(tokens[0].tolist(), {prompts.end}), tokenizer)
 

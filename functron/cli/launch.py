@@ -72,6 +72,8 @@ class RunOptions:
         run: the run folder that training left, of which the newest checkpoint is read.
         averaged: take the average of the parameters that the run keeps (--optimizer.ema-decay).
         mesh: axes and sizes, such as pp=2,tp=2; empty: one rank.
+        uneven: logical axes of parameters that ranks of the mesh need not divide, as for functron
+            train; empty: those of the run.
         nproc: processes to start, one per rank of the mesh; 0: simulate the mesh in this process.
         device: cpu, cuda, or auto: cuda where there is one.
     """
@@ -79,6 +81,7 @@ class RunOptions:
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
     averaged: bool = False
     mesh: str = ""
+    uneven: str = ""
     nproc: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
 

@@ -93,6 +93,7 @@ class PlanOptions:
         expert_room: the rows for which a rank's experts have room, as for functron train: a little
             more times the balanced ones than the fullest rank is expected to get, whose time
             counts; 0: all of all ranks.
+        uneven: logical axes of parameters that ranks need not divide, as for functron train.
         picture: write step time over memory of the Pareto-optimal candidates to this file, as SVG.
         timeline: write the best step's timeline to this file: .svg, or .json for Perfetto.
     """
@@ -118,6 +119,7 @@ class PlanOptions:
     gpt: GPTConfig = section(lambda: PRESETS["tiny"], box="model")
     optimizer: OptimizerConfig = section(OptimizerConfig)
     expert_room: float = setting(EXPERT_ROOM, box="model")
+    uneven: str = setting("", box="model")
 
 
 def _is_fixed(options: PlanOptions) -> bool:
@@ -203,7 +205,8 @@ def _parse_plan(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
         own = {"seq": base.data.seq, "global_batch": base.data.global_batch}
     default = PlanOptions(
         run=name, precision=base.precision.name, model=base.model, gpt=base.gpt,
-        optimizer=base.optimizer, expert_room=base.compute.expert_room or EXPERT_ROOM, **own,
+        optimizer=base.optimizer, expert_room=base.compute.expert_room or EXPERT_ROOM,
+        uneven=base.parallelism.uneven, **own,
     )  # fmt: skip
     options = parse(PlanOptions, arguments, "plan", default, needs=PLAN_NEEDS)
     _check_is_first(options.run, name, "plan")
@@ -220,7 +223,10 @@ def _parse_plan(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
         global_batch=options.global_batch,
         # the search chooses the others; it knows neither vocab_over_pp nor processes
         parallelism=ParallelismConfig(
-            context=ranks.context, zigzag=ranks.zigzag, expert_axes=ranks.expert_axes
+            context=ranks.context,
+            zigzag=ranks.zigzag,
+            expert_axes=ranks.expert_axes,
+            uneven=options.uneven,
         ),
         remat="none",
         expert_room=options.expert_room if options.gpt.moe is not None else 0.0,

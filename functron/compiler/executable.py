@@ -27,7 +27,6 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -538,7 +537,7 @@ class Graph:
         self._num_calls = self._num_recorded = 0
         self._moving: set[int] = set()
         self._taken: set[int] = set()
-        self._seen: list[Callable[[], torch.Tensor | None]] = []
+        self._seen: dict[int, torch.Tensor] = {}
         self._inputs: list[torch.Tensor] = []
         self._results: list = []
         self._launch: Callable[[], None] | None = None
@@ -551,7 +550,9 @@ class Graph:
         """
         self._num_calls += 1
         if self._num_calls <= WARM_UP_CALLS:
-            self._seen = [weakref.ref(tensor) for tensor in tensors]
+            # kept until the next call, as memory that was freed may come back at the same address
+            rows = enumerate(tensors)
+            self._seen = {i: tensor.detach() for i, tensor in rows if i not in self._donated}
             return self._run(tensors)
         if self._launch is None or self._has_moved(tensors):
             self._record(tensors)
@@ -585,14 +586,12 @@ class Graph:
 
     def _record(self, tensors: list[torch.Tensor]) -> None:
         if self._num_recorded == 0:
-            same = [tensor is seen() for tensor, seen in zip(tensors, self._seen, strict=True)]
-            self._moving = {i for i, stays in enumerate(same) if not stays} - self._donated
-            self._seen = []
+            seen = self._seen.items()
+            self._moving = {i for i, known in seen if known.data_ptr() != tensors[i].data_ptr()}
+            self._seen = {}
         self._launch, self._results, self._inputs = None, [], []  # the memory of the graph before
         self._inputs = [
-            _flat_memory(tensor).clone().as_strided(tensor.shape, tensor.stride())
-            if position in self._moving
-            else tensor
+            _clone_layout(tensor) if position in self._moving else tensor.detach()
             for position, tensor in enumerate(tensors)
         ]
         self._results, self._launch = record(self._run, self._inputs)
@@ -609,7 +608,12 @@ def _give_result(result: object, kept: Collection[int]) -> object:
     """A result as the caller's: another tensor in donated memory, or else a copy."""
     if not isinstance(result, torch.Tensor):
         return result
-    return result.detach() if _address(result) in kept else result.clone()
+    return result.detach() if _address(result) in kept else _clone_layout(result)
+
+
+def _clone_layout(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, also where entries share memory: of the same signature."""
+    return _flat_memory(tensor).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def _flat_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -367,6 +367,7 @@ def load_model(
     max_seq: int | None = None,
     dtype: Dtype | None = None,
     ignore: Sequence[str] = (),
+    uneven: tuple[str, ...] = (),
     device: torch.device | str = "cpu",
 ) -> tuple[Config, dict]:
     """A Hugging Face model of any family, `read_config` and `load` in one.
@@ -376,10 +377,11 @@ def load_model(
         mesh: on a bound mesh each rank reads its shards, by its family's ``rules(config, mesh)``;
             else everything is read.
         max_seq, dtype, ignore: as in `read_config`.
+        uneven: logical axes that ranks of the mesh need not divide, of the family's rules.
 
     Returns:
         The config of its family, such as a `GPTConfig`, and the parameters. The specs of shards are
-        ``param_specs(defs(config), rules(config, mesh))``.
+        ``param_specs(defs(config), rules(config, mesh))``, with `uneven` where there is any.
 
     Raises:
         ValueError: as `read_config` and `load`, or the mesh does not divide the model.
@@ -387,7 +389,8 @@ def load_model(
     config = read_config(path, max_seq=max_seq, dtype=dtype, ignore=ignore)
     family, specs = family_of(config), None
     if mesh is not None:
-        specs = param_specs(family.defs(config), family.rules(config, mesh))
+        chosen: Any = {"uneven": uneven} if uneven else {}
+        specs = param_specs(family.defs(config), family.rules(config, mesh, **chosen))
     return config, load(path, config, specs=specs, mesh=mesh, device=device)
 
 

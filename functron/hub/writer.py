@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import uuid
@@ -46,8 +47,16 @@ from functron.hub.reader import (
 from functron.models import lora, mup
 from functron.models.config import GPTConfig
 from functron.models.family import Config, family_of
+from functron.nn.moe.room import find_part
 from functron.spmd import BoundMesh, Mesh, P, gather
-from functron.spmd.spec import Uneven, as_entry, dim_axes, global_shape, is_spec, num_shards
+from functron.spmd.spec import (
+    Uneven,
+    as_entry,
+    dim_axes,
+    global_shape,
+    is_spec,
+    num_shards,
+)
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -279,12 +288,13 @@ def _gather_row(
     entries = [*spec, *[None] * (leaf.dim() - len(spec))]
     owners = []
     for dim, wanted in enumerate(index):
-        size, entries[dim] = leaf.shape[dim], as_entry(axes[dim])  # as many rows as ranks
-        if isinstance(spec[dim] if dim < len(spec) else None, Uneven) and len(axes[dim]) > 1:
-            fix = "restore the checkpoint on another mesh"
-            refuse("export", f"dim {dim}", f"{spec}", "one axis that splits it unevenly", fix)
-        leaf = leaf.narrow(dim, wanted % size, 1)
-        owners.append(wanted // size if axes[dim] else 0)
+        entries[dim] = as_entry(axes[dim])  # as many rows as ranks
+        entry, ranks = spec[dim] if dim < len(spec) else None, [mesh[name] for name in axes[dim]]
+        real = entry.size if isinstance(entry, Uneven) else None
+        real = leaf.shape[dim] * math.prod(ranks) if real is None else real
+        owner, place = find_part(wanted, real, ranks)
+        leaf = leaf.narrow(dim, place, 1)
+        owners.append(owner)
     if any(num_shards(names, mesh) > 1 for names in axes):
         leaf = gather(leaf.contiguous(), P(*entries), mesh)
     return leaf[tuple(owners)]

@@ -36,6 +36,7 @@ from functron.nn.context import context_attention
 from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh, P, shard_map
 from functron.spmd import collectives as lax
 from functron.spmd.params import param_specs
+from functron.spmd.spec import is_spec
 from functron.transforms import Gather
 
 _IN_ORDER = Context("ring", "contiguous")
@@ -367,7 +368,8 @@ def generate(
         stop: tokens after which a row has ended: it repeats that token while others go on, and
             when all rows have ended no more are drawn.
         mesh: data, expert and tensor-parallel ranks that do it together, simulated or bound; None:
-            one. Parameters lie on it as ``gpt.rules(config, mesh)`` has it.
+            one. Parameters lie on it as the specs of `options.gather` say, or without these as
+            ``gpt.rules(config, mesh)`` has it.
         options: gather, experts, kernels and hooks of `gpt.forward`; others do not matter here.
             Parameters that data axes split are gathered without being asked for.
         logits: ``(params, tokens)`` to the logits of every next token, ``[batch, seq, vocab]``; the
@@ -510,6 +512,8 @@ def placed(
 ) -> tuple[Mesh | BoundMesh, tree.Tree, ModelOptions]:
     """The mesh, how parameters are split on it, and the options, by which they are gathered."""
     mesh, options = Mesh() if mesh is None else mesh, options or DEFAULTS
+    if not is_spec(options.gather.specs):
+        return mesh, options.gather.specs, options
     specs = param_specs(gpt.defs(config, options), gpt.rules(config, mesh))
     gather = Gather(specs) if options.gather is WHOLE else options.gather
     return mesh, specs, replace(options, gather=gather)

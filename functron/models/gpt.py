@@ -111,8 +111,7 @@ def rules(
             Pass the same in `ModelOptions`.
         uneven: logical axes that what splits them need not divide (`functron.Uneven`): some of
             ``"vocab"``, ``"heads"``, ``"mlp"``, ``"embed"`` and ``"expert"``. Key heads that tp
-            does not divide are then replicated where several query heads share one; experts may
-            be split unevenly over one axis alone.
+            does not divide are then replicated where several query heads share one.
 
     Raises:
         ValueError: tp, fsdp or expert_axes does not divide what it splits, and `uneven` does not
@@ -212,9 +211,8 @@ def _expert_problems(
     found, count = [], config.moe.num_experts
     ranks = math.prod(mesh[axis] for axis in expert_axes)
     split = [axis for axis in expert_axes if mesh[axis] > 1]
-    if count % ranks and not (uneven and len(split) == 1):
+    if count % ranks and not uneven:
         each = " x ".join(f"{axis}={mesh[axis]}" for axis in split)
-        each += ", or one axis that need not divide them" if uneven else ""
         fix = f"divide them among {math.gcd(count, ranks)} ranks"
         found.append(Problem("moe.num_experts", str(count), f"a multiple of {each}", fix))
     for axis in ("ep_node", "ep"):

@@ -33,6 +33,7 @@ from functron.training import data
 from functron.training.config import TrainConfig, configure
 from functron.training.loop import RESHAPE, At, LoopHook
 from functron.training.records import EVAL
+from functron.training.rooms import LearnedRoom, find_fill, with_rooms
 from functron.training.setup import RunSetup
 from functron.transforms import accumulate
 from functron.transforms.gradient_functions import gather_parameters
@@ -271,13 +272,33 @@ def loss_program(setup: RunSetup) -> Callable:
     int64, is their number. It is the next-token cross-entropy alone: no dropout, jitter, z-loss,
     router losses or multi-token prediction.
 
-    Parameters and batches are split, and cut into microbatches, as in the training step. A
-    pipeline runs the forwards of its schedule; stages on processes are not compiled,
-    nor are experts with a bounded room.
+    Parameters and batches are split, and cut into microbatches, as in the training step. It is
+    compiled where that is, but for stages on processes: of a pipeline the forwards of its schedule
+    run. Where compiled experts have a bounded room, a batch whose routing needs more is taken again
+    with more, as steps are, with a room that is learned of its own; where there is none that is
+    enough, it is not compiled, and processes have room for the rows that came.
 
     Collectives: those of the model's forward and of gathering parameters.
     """
-    program, specs = (_of_stages if setup.is_pipelined else _of_all)(setup), setup.specs
+    room = _find_room(setup)
+    run = _make_loss(setup, None) if room is None else _fit_loss(setup, room)
+
+    def without_gradients(params: tree.Tree, batch: gpt.Batch) -> tuple:
+        with torch.no_grad():
+            (total, *_), count = run(params, batch)
+        return total, count
+
+    return without_gradients
+
+
+def _find_room(setup: RunSetup) -> float | None:
+    """The room for rows of experts at first; None: for the worst case, or what rows came."""
+    return setup.room or None if setup.is_compiled and setup.rank is None else None
+
+
+def _make_loss(setup: RunSetup, room: float | None) -> Callable:
+    """``(params, batch) -> ((sum,), count)`` over a mesh; with a room ``((sum, fill), count)``."""
+    program, specs = (_of_stages if setup.is_pipelined else _of_all)(setup, room), setup.specs
 
     def counted(params: tree.Tree, batch: gpt.Batch) -> tuple:
         whole = gather_parameters(params, specs, setup.used(specs))
@@ -285,15 +306,24 @@ def loss_program(setup: RunSetup) -> Callable:
 
     stages = "pp" if setup.is_pipelined else None
     mapped = shard_map(counted, setup.mesh, (specs, setup.batch_specs), (P(), P()), stages=stages)
-    # nothing takes a batch again whose routing needs more room: processes have it for what comes
-    if setup.is_compiled and setup.rank is None and setup.room is None:
-        mapped = jit(mapped)
+    compiles = setup.is_compiled and setup.rank is None and room != 0
+    return jit(mapped) if compiles else mapped
 
-    def without_gradients(params: tree.Tree, batch: gpt.Batch) -> tuple:
-        with torch.no_grad():
-            return mapped(params, batch)
 
-    return without_gradients
+def _fit_loss(setup: RunSetup, room: float) -> Callable:
+    """`_make_loss` with as much room as each batch needs, first this much."""
+
+    def make(room: float) -> Callable:
+        mapped = _make_loss(setup, room)
+
+        def step(params: tree.Tree, batch: gpt.Batch) -> tuple[tree.Tree, dict]:
+            (total, fill), count = mapped(params, batch)
+            return params, {"found": ((total,), count), "aux": {"routers": (fill,)}}
+
+        return step
+
+    fitted = with_rooms(make, LearnedRoom(room))
+    return lambda params, batch: fitted(params, batch)[1]["found"]
 
 
 def loss_memory_bytes(setup: RunSetup, rows: int, seq: int) -> int:
@@ -310,36 +340,36 @@ def loss_memory_bytes(setup: RunSetup, rows: int, seq: int) -> int:
     one = setup.without_pipeline
     config = configure(setup.config, mesh=str(one.mesh), microbatches=1)
     one = dataclasses.replace(one, config=config)
-    mapped = shard_map(_of_all(one), one.mesh, (one.specs, gpt.batch_specs()), P())
+    mapped = shard_map(_of_all(one, _find_room(one)), one.mesh, (one.specs, gpt.batch_specs()), P())
     tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
     batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
     traced = trace(mapped, simulate=not bound)(abstract_params(one.defs), batch)
     return traced.memory().peak_bytes
 
 
-def _of_all(setup: RunSetup) -> Callable:
-    """The loss summed over microbatches, without pipeline stages."""
+def _of_all(setup: RunSetup, room: float | None) -> Callable:
+    """The loss summed over microbatches, without pipeline stages, as of `_next_token`."""
     model, family = _without_extras(setup.model), setup.family
     loss: Callable = gpt.loss_and_details if family.has_details(model) else family.loss
-    options = dataclasses.replace(setup.options, remat="none")
+    options = dataclasses.replace(setup.options, remat="none", expert_room=room)
 
     def microbatch(params, batch):
-        return _next_token(loss(model, params, batch, options))
+        return _next_token(loss(model, params, batch, options), room)
 
     return accumulate(microbatch, setup.config.parallelism.microbatches)
 
 
-def _of_stages(setup: RunSetup) -> Callable:
-    """The loss summed over microbatches, in pipeline stages."""
+def _of_stages(setup: RunSetup, room: float | None) -> Callable:
+    """The loss summed over microbatches, in pipeline stages, as of `_next_token`."""
     model = _without_extras(setup.model)
-    options = dataclasses.replace(setup.options, remat="none")
+    options = dataclasses.replace(setup.options, remat="none", expert_room=room)
 
     def stage(part, params, x, batch):
         y = gpt.stage_loss(model, part, params, x, batch, options)
-        return _next_token(y) if part.loss else y
+        return _next_token(y, room) if part.loss else y
 
     stages = pipelined(stage, setup.partition, setup.schedule.forward_only())
-    return lambda params, batch: sum(stages.forward(params, batch))
+    return lambda params, batch: tuple(map(sum, zip(*stages.forward(params, batch), strict=True)))
 
 
 def _without_extras(model: Any) -> Any:
@@ -349,9 +379,11 @@ def _without_extras(model: Any) -> Any:
     return model
 
 
-def _next_token(y: Any) -> torch.Tensor:
-    """The next-token loss out of a model's return value."""
-    return y[1]["next_token"] if isinstance(y, tuple) else y
+def _next_token(y: Any, room: float | None) -> tuple[torch.Tensor, ...]:
+    """The next-token loss out of a model's return value; with a room also how full ranks were."""
+    if not isinstance(y, tuple):
+        return (y,)
+    return (y[1]["next_token"], *(() if room is None else (find_fill({"aux": y[1]}),)))
 
 
 def evaluate(

@@ -9,6 +9,7 @@ memory and time alone, and is no part of a run's state.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -70,13 +71,17 @@ def is_too_full(room: float, found: Mapping[str, Any]) -> torch.Tensor:
     return overflowed(find_fill(found), room)
 
 
-def with_rooms(make: Callable[[float], Callable], rooms: LearnedRoom) -> Callable:
+def with_rooms(
+    make: Callable[[float], Callable], rooms: LearnedRoom, *, keeps_all: bool = True
+) -> Callable:
     """The step ``(state, batch) -> (state, metrics)`` with the room that `rooms` says.
 
     Args:
         make: of a room, its step; called once for each. Where there was not enough, the step must
             leave the state as it is (`functron.transforms.retaken`).
         rooms: learns from its steps.
+        keeps_all: keep the steps of all rooms that there were; else that of the last one alone, and
+            make others anew: CUDA graphs each hold the memory of a step.
 
     Returns:
         The step, which donates its state. Its metrics have ``expert_room``, as a multiple of
@@ -91,6 +96,9 @@ def with_rooms(make: Callable[[float], Callable], rooms: LearnedRoom) -> Callabl
             room = rooms.room
             if room not in made:
                 rooms.check(room)
+                if not keeps_all:
+                    made.clear()
+                    gc.collect()  # graphs are in cycles
                 made[room] = make(room)
             state, metrics = made[room](state, batch)
             fill = find_fill(metrics).cpu()

@@ -339,7 +339,11 @@ def programs(
         step = other.watch.step if measures and other.watch else other.step
         return map_steps(step, complete)
 
-    step, measured = (with_rooms(functools.partial(find_step, x), rooms) for x in (False, True))
+    keeps_all = not made.config.compute.cuda_graph
+    step, measured = (
+        with_rooms(functools.partial(find_step, x), rooms, keeps_all=keeps_all)
+        for x in (False, True)
+    )
     return step, watch and dataclasses.replace(watch, step=measured)
 
 

@@ -178,21 +178,8 @@ class RunSetup:
 
     @cached_property
     def rules(self) -> Rules:
-        """The mesh axes of each logical axis of the parameters.
-
-        Raises:
-            ValueError: the model cannot run on the mesh.
-        """
-        own, chosen = self.config.parallelism, {}
-        axes = ("dp", "fsdp") if own.zero == 3 else ("fsdp",)
-        if "expert_axes" in self.family.rules_settings:
-            chosen = {"expert_axes": own.expert_axis_names}
-        if own.uneven:
-            if "uneven" not in self.family.rules_settings:
-                title, fix = f"{self.family.title} has no uneven splits", "leave it out"
-                refuse(title, "uneven", own.uneven, "rules that take it", fix)
-            chosen["uneven"] = own.uneven_names
-        return self.family.rules(self.model, self.mesh, fsdp=axes, **chosen)
+        """`rules_of` the configuration."""
+        return rules_of(self.config, self.mesh)
 
     @cached_property
     def whole_specs(self) -> dict:
@@ -958,6 +945,24 @@ def make_setup(config: TrainConfig, mesh: Mesh | BoundMesh, device: str = "") ->
     made = RunSetup(config, mesh, with_additions(config, config.family.defs(model)))
     _ = made.rules  # raises where the model cannot run on the mesh
     return made
+
+
+def rules_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Rules:
+    """The mesh axes of each logical axis of a run's parameters, on this mesh.
+
+    Raises:
+        ValueError: the model cannot run on the mesh.
+    """
+    own, family, chosen = config.parallelism, config.family, {}
+    axes = ("dp", "fsdp") if own.zero == 3 else ("fsdp",)
+    if "expert_axes" in family.rules_settings:
+        chosen = {"expert_axes": own.expert_axis_names}
+    if own.uneven:
+        if "uneven" not in family.rules_settings:
+            title, fix = f"{family.title} has no uneven splits", "leave it out"
+            refuse(title, "uneven", own.uneven, "rules that take it", fix)
+        chosen["uneven"] = own.uneven_names
+    return family.rules(config.architecture, mesh, fsdp=axes, **chosen)
 
 
 def with_additions(config: TrainConfig, defs: dict) -> dict:

@@ -50,21 +50,22 @@ def agree(compiled, device="cpu", calls=CALLS):
 @pytest.fixture
 def recorded(monkeypatch):
     """A recorder for CPUs: nothing is computed at first, and later always in the same memory."""
-    inputs = []
+    inputs, flat = [], executable._flat_memory
 
     def record(run, tensors):
-        before = [tensor.clone() for tensor in tensors]
+        before = [flat(tensor).clone() for tensor in tensors]
         results = run(list(tensors))
         for tensor, numbers in zip(tensors, before, strict=True):
-            tensor.copy_(numbers)
+            flat(tensor).copy_(numbers)
         for result in results:
             if all(result.data_ptr() != tensor.data_ptr() for tensor in tensors):
-                result.fill_(torch.nan)
+                blank = torch.nan if result.is_floating_point() else -1
+                flat(result).fill_(blank)
         inputs.append(list(tensors))
 
         def launch():
             for known, new in zip(results, run(list(tensors)), strict=True):
-                known.copy_(new)
+                flat(known).copy_(flat(new))
 
         return results, launch
 

@@ -1,6 +1,6 @@
-"""Run by test_uneven_composition.py in 3 processes: what none of 3 ranks divides, against one rank.
+"""Run by test_uneven_composition.py in 3 or 4 processes: what they do not divide, against one rank.
 
-Steps, shards and their padding, checkpoints and exports. Its argument is a folder.
+Steps, shards and their padding, checkpoints and exports. Arguments: a folder, names of `MESHES`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,21 @@ CONFIG = gpt.GPTConfig(
     max_seq=8, vocab_multiple=1, init_stddev=0.3, dtype="float64",
 )  # fmt: skip
 MIXTURE = replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2, expert_dim=8, renormalise=True))
-MESHES = {"tp": Mesh(tp=3), "fsdp": Mesh(fsdp=3), "ep": Mesh(ep=3)}
+MESHES = {"tp": Mesh(tp=3), "fsdp": Mesh(fsdp=3), "ep": Mesh(ep=3), "folded": Mesh(ep=2, tp=2)}
+
+
+def config_of(name: str) -> gpt.GPTConfig:
+    """The model of a mesh; of 5 experts, 2 x 2 ranks have 2, 1, 2 and none."""
+    assert MIXTURE.moe is not None
+    five = replace(MIXTURE, vocab_size=51, moe=replace(MIXTURE.moe, num_experts=5))
+    return {"ep": MIXTURE, "folded": five}.get(name, CONFIG)
 
 
 def batch(step: int) -> dict:
-    tokens = torch.randint(0, 50, (6, 9), generator=torch.Generator().manual_seed(step))
+    tokens = torch.randint(0, 50, (12, 9), generator=torch.Generator().manual_seed(step))
     targets = tokens[:, 1:].clone()
     targets[0, :5] = IGNORE_INDEX
-    return {"tokens": tokens[:, :-1], "targets": targets, "rows": torch.arange(6)}
+    return {"tokens": tokens[:, :-1], "targets": targets, "rows": torch.arange(12)}
 
 
 def optimizer():
@@ -41,8 +48,12 @@ def optimizer():
 def steps_on(config, mesh, num_steps=2):
     """The state and metrics after some steps, on one rank, on simulated ones, or here."""
     plain = mesh.mesh if isinstance(mesh, ft.BoundMesh) else mesh
-    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, plain, uneven=ALL))
-    options = ft.ModelOptions(gather=ft.Gather(specs))
+    axes, stream = ("ep",), gpt.STREAM
+    if plain["ep"] > 1 and plain["tp"] > 1:
+        axes, stream = ("ep", "tp"), gpt.SEQUENCE_PARALLEL_STREAM
+    rules = gpt.rules(config, plain, uneven=ALL, expert_axes=axes)
+    specs = ft.param_specs(gpt.defs(config), rules)
+    options = ft.ModelOptions(stream, gather=ft.Gather(specs), expert_axes=axes)
     gradients = ft.mean_gradients(
         lambda params, batch, key: gpt.loss(config, params, batch, options), gpt.num_targets
     )
@@ -71,7 +82,7 @@ def check(name: str, config, folder: Path) -> None:
         padding = shard(torch.ones(whole.shape), spec, mesh, mesh.coordinate) == 0
         assert (leaf[padding] == 0).all(), f"{name} {path}"
         padded += bool(padding.any())
-    assert padded > 3 or mesh.rank < 2, f"{name}: {padded}"
+    assert padded > 3 or mesh.rank < mesh.size - 1, f"{name}: {padded}"
     placement = checkpoint.Placement.of(tree.map(lambda x: x.to("meta"), want), specs, mesh)
     with checkpoint.Saver(folder / name, placement) as saver:
         saver.save(1, state)
@@ -87,6 +98,6 @@ def check(name: str, config, folder: Path) -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for each in MESHES:
-        check(each, MIXTURE if each == "ep" else CONFIG, Path(sys.argv[1]))
+    for each in sys.argv[2:]:
+        check(each, config_of(each), Path(sys.argv[1]))
     dist.destroy_process_group()

@@ -177,6 +177,17 @@ MIXTURES = [
     ("sinkhorn", five("sinkhorn"), Mesh(ep=4), False),
     ("gathered", five("mixtral", dispatch="gather"), Mesh(ep=2, tp=2), True),
 ]
+FOLDED = [
+    # of 2 x 2 ranks they have 2, 1, 2 and no expert; of 3 x 2 ranks 1, 1, 1, 1, 1 and none
+    ("mixtral", five("mixtral"), Mesh(ep=2, tp=2), ("ep", "tp")),
+    ("mixtral", five("mixtral"), Mesh(ep=2, tp=2), ("tp", "ep")),
+    ("deepseek", five("deepseek"), Mesh(ep=2, cp=2), ("ep", "cp")),
+    ("deepseek", five("deepseek"), Mesh(fsdp=2, ep=2, tp=2), ("ep", "tp")),
+    ("capacity", five("capacity"), Mesh(ep=2, tp=2), ("ep", "tp")),
+    ("expert-choice", five("expert-choice"), Mesh(ep=2, tp=2), ("ep", "tp")),
+    ("gathered", five("mixtral", dispatch="gather"), Mesh(ep=2, tp=2), ("ep", "tp")),
+    ("gathered", five("mixtral", dispatch="gather"), Mesh(cp=2, ep=2, tp=2), ("ep", "cp", "tp")),
+]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +198,18 @@ def test_mixtures(config, mesh, parallel):
     """The heads of latent attention, and the features of experts."""
     weights, data, key, value, grads = mixtures.dense(config)
     experts = mixtures.sharded(config, mesh, parallel, ("ep",), uneven=ALL)
+    mixtures.assert_equal(*experts(weights, data, key), value, grads)
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "axes"),
+    [pytest.param(*row, id=f"{name}-{row[1]}-{row[2]}") for name, *row in FOLDED],
+)
+def test_experts_over_several_axes(config, mesh, axes):
+    """Padding lies between experts, whose numbers in routers are without it."""
+    weights, data, key, value, grads = mixtures.dense(config)
+    parallel = mesh["tp"] > 1
+    experts = mixtures.sharded(config, mesh, parallel, axes, uneven=("expert",))
     mixtures.assert_equal(*experts(weights, data, key), value, grads)
 
 
@@ -290,12 +313,15 @@ def test_padded_tokens_are_never_sampled():
 
 
 @pytest.mark.distributed
-def test_processes(torchrun, tmp_path):
-    """Steps of 3 ranks that divide nothing; then what they saved and exported, on one rank."""
-    done = torchrun(Path(__file__).with_name("gloo_uneven.py"), 3, tmp_path, timeout=180)
-    assert done.stdout.splitlines() == [f"{name}: ok" for name in gloo_uneven.MESHES]
-    for name in gloo_uneven.MESHES:
-        config = gloo_uneven.MIXTURE if name == "ep" else gloo_uneven.CONFIG
+@pytest.mark.parametrize("names", [("tp", "fsdp", "ep"), ("folded",)], ids="-".join)
+def test_processes(torchrun, tmp_path, names):
+    """Steps of ranks that divide nothing; then what they saved and exported, on one rank."""
+    ranks = gloo_uneven.MESHES[names[0]].size
+    script = Path(__file__).with_name("gloo_uneven.py")
+    done = torchrun(script, ranks, tmp_path, *names, timeout=180)
+    assert done.stdout.splitlines() == [f"{name}: ok" for name in names]
+    for name in names:
+        config = gloo_uneven.config_of(name)
         want = torch.load(tmp_path / f"{name}.pt")
         stored = checkpoint.restore(tmp_path / name / "1")["params"]
         loaded = hub.load(tmp_path / f"{name} hub", config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from unittest import mock
 
@@ -10,8 +11,8 @@ import torch.distributed as dist
 
 from functron import Mesh, gpt, tree
 from functron.nn.moe import MoEConfig
-from functron.spmd import DATA_AXES
-from functron.training import run, setup
+from functron.spmd import DATA_AXES, BoundMesh
+from functron.training import evaluation, run, setup
 from functron.training.config import configure
 from functron.training.costs import step_peak_bytes
 from tests.program.measured_memory import measured_peak
@@ -68,10 +69,34 @@ def check(mesh: str, fields: dict) -> None:
     assert int(state.step) == STEPS
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=0)
+    if compiled and "pp" not in mesh:
+        check_evaluation(made, begin(made, "some samples").params)
     told: list = [None] * dist.get_world_size()
     dist.all_gather_object(told, reruns)
     assert all(each == told[0] for each in told), told
     assert (reruns[0] > 0) if compiled else (reruns == [None] * STEPS), reruns
+
+
+def check_evaluation(made: setup.RunSetup, params: dict) -> None:
+    """Of a batch that goes over the room on some ranks, which take it again together."""
+    batch = draw_batch("some samples")
+
+    def alone() -> torch.Tensor:
+        one = setup.make_setup(configured("top-2", ""), Mesh())
+        return evaluation.loss_program(one)(begin(one, "some samples").params, batch)[0]
+
+    rooms: list[float] = []
+    make, eager = evaluation._make_loss, functools.partial(evaluation.jit, **EVALUATED)
+    with (
+        mock.patch.object(evaluation, "jit", eager),
+        mock.patch.object(evaluation, "_make_loss", lambda s, r: rooms.append(r) or make(s, r)),
+    ):
+        assert isinstance(made.mesh, BoundMesh)
+        place, count = run.part_of(made.mesh, DATA_AXES)
+        here = {k: x.chunk(count)[place] for k, x in batch.items()}
+        total, _ = evaluation.loss_program(made)(params, here)
+    torch.testing.assert_close(total, on_the_first(alone), rtol=TOLERANCE, atol=0)
+    assert len(rooms) > 1, rooms
 
 
 def check_memory() -> None:

@@ -20,11 +20,12 @@ from torch.nn import functional as F
 from functron import checkpoint, tree
 from functron.cli import evaluate as evaluate_command
 from functron.cli.main import main
+from functron.compiler.jit import jit as jit_of
 from functron.data import Chat, IndexedWriter
 from functron.models import gpt
 from functron.nn import IGNORE_INDEX
 from functron.spmd import Mesh
-from functron.training import run_folder
+from functron.training import evaluation, run_folder
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, dump, load
 from functron.training.data import open_samples
@@ -505,3 +506,37 @@ def test_sets_of_another_tokenizer_are_refused(config, tmp_path):
     disk = configure(config, data=f"{tmp_path}/a", eval_data=f"x={tmp_path}/b")
     with pytest.raises(ValueError, match="tokens of different tokenizers"):
         validate(disk)
+
+
+def test_compiled_evaluation_of_a_run(texts, tmp_path, monkeypatch, capsys):
+    """Windows of all lengths are one program; experts have a room that is learned."""
+    compiled = []
+
+    def jit(f):
+        compiled.append(jit_of(f, backend="eager"))
+        return compiled[-1]
+
+    monkeypatch.setattr(evaluation, "jit", jit)
+    run, held_out = tmp_path / "run", ["--data", f"one='{texts}/a b.txt' two={texts}/c.txt"]
+    words = ["--model", "mixtral-tiny", "--gpt.dtype", "float64", "--data", argparse.__file__]
+    words += ["--seq", "16", "--global-batch", "8", "--steps", "1", "--expert-room", "1"]
+    words += ["--gpt.num-layers", "1"]
+    assert main(["train", *words, "--mesh", "ep=2", "--out", str(run)]) == 0
+    found = []
+    for more in ([], ["--mesh", "ep=4", "--compile"]):
+        capsys.readouterr()
+        assert main(["evaluate", str(run), *held_out, "--batch", "8", "--json", *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    close(found[1], found[0])
+    assert compiled
+    stages = ["--mesh", "pp=2", "--nproc", "2", "--device", "cpu"]
+    assert main(["evaluate", str(run), *held_out, "--compile", *stages]) == 2
+    assert "compile: got true; wanted nothing with" in capsys.readouterr().err
+    model = load(run / run_folder.CONFIG).gpt
+    assert model.moe is not None
+    limited = replace(model, moe=replace(model.moe, capacity_factor=1.0))
+    (run / run_folder.CONFIG).write_text(
+        dump(configure(load(run / run_folder.CONFIG), gpt=limited))
+    )
+    assert main(["evaluate", str(run), *held_out, "--compile"]) == 2
+    assert "limited capacity" in capsys.readouterr().err

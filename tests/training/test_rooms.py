@@ -18,7 +18,8 @@ import functron as ft
 from functron import Mesh, gpt, random, tree
 from functron.nn.moe.room import ROOMS, room_at_least
 from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.training import run
+from functron.training import evaluation, run
+from functron.training import rooms as rooms_module
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure
 from functron.training.costs import check_room, peak_bytes_with, step_peak_bytes
@@ -26,6 +27,7 @@ from functron.training.loop import loop
 from functron.training.rooms import LearnedRoom, with_rooms
 from functron.training.run import programs
 from functron.training.setup import RunSetup, make_setup
+from tests.compiler.test_graph import recorded  # noqa: F401
 from tests.models.test_moe_composition import DEEPSEEK, MIXTRAL, VOCAB
 
 SEQ, BATCH, STEPS, TOLERANCE = 16, 8, 3, 1e-10
@@ -164,6 +166,7 @@ def quick(monkeypatch):
     """Programs are traced as compiled ones are, and run without a compiler."""
     settings = property(lambda self: {"backend": "eager"})
     monkeypatch.setattr(RunSetup, "jit_settings", settings)
+    monkeypatch.setattr(evaluation, "jit", functools.partial(evaluation.jit, backend="eager"))
 
 
 @pytest.mark.pairwise(of=factors)
@@ -223,6 +226,70 @@ def test_compiled_two_hops_are_those_of_all_tokens(quick, row):
     check_step(TWO_HOP[0], row, "some samples", TWO_HOP_ROWS, compile=True)
 
 
+@pytest.fixture
+def made_for(monkeypatch):
+    """The rooms of evaluating programs that were made, each once, in order."""
+    rooms, make = [], evaluation._make_loss
+
+    def make_loss(setup, room):
+        rooms.append(room)
+        return make(setup, room)
+
+    monkeypatch.setattr(evaluation, "_make_loss", make_loss)
+    return rooms
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "skew"),
+    [
+        ("top-2", 0, "half"),
+        ("gather", 7, "even"),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (
+                ("top-8 of 64", 1, "some samples"),
+                ("group-limited, sigmoid and bias, shared", 2, "one rank"),
+                ("capacity, shared, latent", 4, "some samples"),
+                ("top-2", 8, "one rank"),
+            )
+        ),
+    ],
+)
+def test_compiled_evaluation_is_that_of_all_tokens(quick, made_for, name, row, skew):
+    mesh, fields = ROWS[row]
+    fields = dict(fields)
+    layers = fields.pop("num_layers", 2)
+    config = configured(name, mesh, layers, expert_room=1.0, compile=True, **fields)
+    made = make_setup(config, Mesh.parse(mesh))
+    params, program = begin(made, skew).params, evaluation.loss_program(made)
+    before = tree.map(torch.clone, params)
+    batch = draw_batch(skew)
+    total, count = program(params, batch)
+    plain = replace(config.gpt, z_loss=0.0, mtp_depth=0)
+    _, details = gpt.loss_and_details(plain, params, batch)
+    assert abs(total - details["next_token"]) <= TOLERANCE * details["next_token"]
+    assert count == batch["targets"].numel()
+    assert made_for[0] == 1.0
+    assert len(made_for) > 1  # it was taken again
+    assert all(map(torch.equal, tree.leaves(params), tree.leaves(before)))
+    made_for.clear()
+    program(params, batch)
+    assert made_for == []  # there is room now
+
+
+def test_evaluation_beyond_all_rooms_is_not_compiled(quick, made_for, monkeypatch):
+    made = make_setup(configured("top-2", "ep=2", expert_room=1.0, compile=True), Mesh(ep=2))
+    params, batch = begin(made, "one rank").params, draw_batch("one rank")
+    want, _ = evaluation.loss_program(make_setup(configured("top-2", ""), Mesh()))(params, batch)
+    monkeypatch.setattr(LearnedRoom, "enlarge", lambda self, needed: setattr(self, "room", 0.0))
+    monkeypatch.setattr(evaluation, "jit", lambda f: calls.append(f) or f)
+    calls = []
+    total, _ = evaluation.loss_program(made)(params, batch)
+    assert abs(total - want) <= TOLERANCE * want
+    assert made_for[1:] == [1.0, 0.0]
+    assert len(calls) == 1
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "checks",
@@ -248,6 +315,39 @@ def test_room_changes_no_bit():
         assert not later[0]["reruns"]
         assert [x["loss"] for x in later] == [x["loss"] for x in history]
         assert all(map(torch.equal, tree.leaves(other), tree.leaves(moved)))
+
+
+def test_graphs_of_rooms(recorded, monkeypatch):  # noqa: F811
+    """A graph of each room that held for long, whose flag is read when it was launched."""
+    settings = property(lambda self: {"backend": "eager", "graph": True})
+    monkeypatch.setattr(RunSetup, "jit_settings", settings)
+    monkeypatch.setattr(rooms_module, "_STEPS", 3)
+    even = tree.map(torch.Tensor.contiguous, draw_batch("even"))
+    same = {**even, "tokens": torch.full_like(even["tokens"], 3)}  # to 2 of 4 experts, and ranks
+    batches = [even] * 4 + [same] * 4 + [even] * 7
+    found = []
+    for mesh, fields in (("", {}), ("ep=4", {"compile": True, "cuda_graph": True})):
+        rate = ScheduleConfig(name="constant", peak=0.1)  # at 1.0 rounding grows quickly
+        config = configured("top-2", mesh, 1, expert_room=1.0, learning_rate=rate, **fields)
+        made = make_setup(config, Mesh.parse(mesh))
+        state, (step, _) = begin(made, "even"), programs(made)
+        history, graphs = [], []
+        for batch in batches:
+            state, metrics = step(state, tree.map(torch.clone, batch))
+            history.append(torch.stack([metrics["loss"], metrics["grad_norm"]]))
+            graphs.append((metrics["expert_room"], metrics["reruns"], len(recorded)))
+        found.append((torch.stack(history), tree.leaves(state.params)))
+    for a, b in zip(*map(tree.leaves, found), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    rooms = [room for room, _, _ in graphs]
+    assert rooms[0] < rooms[4] > rooms[-1]  # more than at first, and less again
+    assert graphs[3][2] == 2  # of gradients, and of the update
+    assert graphs[4][1] > 0  # the first room's graph, launched, said that it was too full
+    assert [count for _, _, count in graphs[6:11]] == [4] * 5
+    assert graphs[-1][2] == 6  # a former room's are made anew
+    # parameters are read where they are
+    held = {leaf.data_ptr() for leaf in tree.leaves(state.params)}
+    assert held <= {tensor.data_ptr() for tensor in recorded[-2]}
 
 
 def test_quantised_products_with_histories():

@@ -705,6 +705,7 @@ def trace_pieces(
     gather: Literal["step", "use", "keep"] = "step",
     fsdp: tuple[str, ...] = ("fsdp",),
     expert_axes: tuple[str, ...] = ("ep",),
+    uneven: tuple[str, ...] = (),
     split: bool = False,
     grad_dtype: torch.dtype | None = None,
 ) -> TracedPieces:
@@ -719,6 +720,7 @@ def trace_pieces(
             and again in backward; or where they are used, and kept until backward.
         fsdp: the axes that parameters are sharded over.
         expert_axes: the axes that experts are sharded over.
+        uneven: logical axes that ranks need not divide; see `gpt.rules`.
         split: split backward into two programs, I and W.
         grad_dtype: of accumulated gradients; None: that of the parameters.
 
@@ -726,7 +728,7 @@ def trace_pieces(
         ValueError: the model cannot run on the mesh.
     """
     whole = mesh.without("pp")
-    rules = gpt.rules(config, whole, fsdp=fsdp, expert_axes=expert_axes)
+    rules = gpt.rules(config, whole, fsdp=fsdp, expert_axes=expert_axes, uneven=uneven)
     specs = param_specs(gpt.defs(config, options), rules)
     made = Gather() if gather == "step" else Gather(specs, regather=gather == "use")
     options = replace(options, gather=made, expert_axes=expert_axes)

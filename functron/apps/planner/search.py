@@ -233,6 +233,8 @@ class Space:
                     if moe and moe.dispatch == "two-hop" and "ep_node" not in names:
                         settings["expert_axes"] = ",".join(("ep_node", *names))
                     ranks = replace(made.parallelism, mesh=mesh, microbatches=count, **settings)
+                    if not (ranks.zero == 3 or any(sizes[axis] > 1 for axis in _DIVIDING)):
+                        ranks = replace(ranks, uneven="")  # which would have no effect
                     yield replace(made, parallelism=ranks)
 
     def _list_meshes(self) -> Iterator[dict[str, int]]:
@@ -240,7 +242,10 @@ class Space:
         small = [n for n in divisors if n <= self.domain]
         cps = [n for n in divisors if n == 1 or self.config.data.seq // n >= _LEAST_TOKENS]
         moe = self.config.gpt.moe
-        eps = [n for n in divisors if (1 if moe is None else moe.num_experts) % n == 0]
+        experts = 1 if moe is None else moe.num_experts
+        eps = [n for n in divisors if experts % n == 0]
+        if "expert" in self.config.parallelism.uneven_names:
+            eps = [n for n in divisors if n <= experts]
         pps = [n for n in divisors if n <= self._num_layers]
         rows = itertools.product(
             self._list_values("tp", small),
@@ -309,6 +314,8 @@ class Space:
 
 _REPLICAS = ("dp", "ep_node", "ep", "cp")
 """The axes over which ranks have the same parameters, of experts but for those that divide them."""
+_DIVIDING = ("tp", "fsdp", "ep", "ep_node")
+"""Axes that split parameters."""
 _LEAST_TOKENS = 4096
 """Tokens per rank of cp, below which attention is too short to hide communication."""
 _FSDP = (8, 32, 128)
@@ -899,6 +906,7 @@ def trace_run(made: RunSetup, rows: int) -> TracedPieces:
         gather=config.parallelism.gather if divided else "step",
         fsdp=over,
         expert_axes=config.parallelism.expert_axis_names,
+        uneven=config.parallelism.uneven_names,
         split=split,
         grad_dtype=torch_dtype(config.optimizer.grad_dtype),
     )

@@ -586,6 +586,7 @@ def respond(
     key: Tensor | None = None,
     stop: Collection[int] = (),
     mesh: Mesh | BoundMesh | None = None,
+    options: ModelOptions | None = None,
 ) -> Tensor:
     """Generate the decoder's answer to the encoder's input, token by token.
 
@@ -602,8 +603,9 @@ def respond(
         mask: ``[batch, seq]``, 0 or False where a token is padding; None: there is no padding.
         key: random key of the draws; not needed at temperature 0.
         stop: tokens that end a row, which repeats its last token while other rows go on.
-        mesh: data and tensor-parallel axes, simulated or bound; None: one rank. Parameters are
-            split as by ``t5.rules(config, mesh)``.
+        mesh: data and tensor-parallel axes, simulated or bound; None: one rank.
+        options: whose `gather` has the specs of the parameters; None: they are split as by
+            ``t5.rules(config, mesh)``.
 
     Returns:
         int64 ``[batch, drawn]``.
@@ -613,7 +615,10 @@ def respond(
             which the model cannot run.
     """
     check_prompt(config, tokens, num_tokens, draw, key)
-    first, later = _map_generation(config, mesh, num_tokens, mask)
+    mesh = Mesh() if mesh is None else mesh
+    if options is None:
+        options = ModelOptions(gather=Gather(param_specs(defs(config), rules(config, mesh))))
+    first, later = _map_generation(config, mesh, num_tokens, mask, options)
     start = torch.full_like(tokens[:, :1], config.start_id)
 
     def steps() -> Steps:
@@ -627,12 +632,14 @@ def respond(
 
 
 def _map_generation(
-    config: T5Config, mesh: Mesh | BoundMesh | None, room: int, mask: Tensor | None
+    config: T5Config,
+    mesh: Mesh | BoundMesh,
+    room: int,
+    mask: Tensor | None,
+    options: ModelOptions,
 ) -> tuple[Callable, Callable]:
     """`t5.prefill` and `t5.extend` over a mesh."""
-    mesh = Mesh() if mesh is None else mesh
-    specs = param_specs(defs(config), rules(config, mesh))
-    options = ModelOptions(gather=Gather(specs))
+    specs = options.gather.specs
     rows, kept = P(DATA_AXES), cache_specs(config)
     masks = None if mask is None else rows
 

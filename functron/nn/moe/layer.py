@@ -67,7 +67,7 @@ from functron.nn.layers import (
     widen,
 )
 from functron.nn.moe.config import ExpertDispatch, MoEConfig
-from functron.nn.moe.room import RowBounds, fit_rows, goes_to, mean_nodes
+from functron.nn.moe.room import RowBounds, find_part, fit_rows, goes_to, mean_nodes
 from functron.nn.moe.router import (
     FilledSums,
     Router,
@@ -862,7 +862,12 @@ def _run_experts(
         over_batch = config.capacity_over == "batch"
         most = min(limit, batch * seq) if over_batch else batch * min(limit, seq)
     taken, weights, kept = (value.flatten(0, 1) for value in chosen)
-    num_experts = params["down"]["w"].shape[0] * lax.axis_size(axes)  # with those of padding
+    own = params["down"]["w"].shape[0]
+    num_experts = own * lax.axis_size(axes)  # with those of padding
+    if num_experts != config.num_experts:  # several axes have some between the others
+        rank, place = find_part(taken, config.num_experts, [lax.axis_size(name) for name in axes])
+        taken = rank * own + place
+        limited = False  # groups of experts are not on nodes of their own
     nodes = None
     if config.dispatch == "two-hop" and len(split_axes(axes)) > 1:
         count = lax.axis_size(split_axes(axes)[:1])
@@ -918,18 +923,13 @@ def _check_splits(
             fix = f'{sequence}, or give the rule "expert" other axes'
             wanted = f"axes that split tokens; the stream is {stream}"
             problems.append(Problem("axes", repr(name), wanted, fix))
-    several = len(split_axes(axes)) > 1
     if config.dispatch == "two-hop" and len(axes) == 1 and lax.axis_size(axes) > 1:
         fix = "use expert_axes=ep_node,ep (or ep,tp) with ranks on both, or dispatch='alltoall'"
         wanted = "several axes, of which the first are the nodes"
         problems.append(Problem("dispatch", f"'two-hop' over {axes}", wanted, fix))
-    ranks, parts = lax.axis_size(axes), 1 if axis in axes else lax.axis_size(axis)
+    ranks, parts = map(lax.axis_size, axes), 1 if axis in axes else lax.axis_size(axis)
     have = tuple(params["experts"]["down"]["w"].shape[:2])
-    wanted = part_length(config.num_experts, [ranks]), part_length(config.expert_dim, [parts])
-    if several and config.num_experts % ranks:  # padding between experts would shift their numbers
-        fix = "split them over one axis, or choose another number of experts"
-        got = f"{config.num_experts} experts over {axes}"
-        problems.append(Problem("axes", got, f"a multiple of {ranks}", fix))
+    wanted = part_length(config.num_experts, ranks), part_length(config.expert_dim, [parts])
     if have != wanted and not problems:
         split = f"{wanted[0]} and {wanted[1]}: {config.num_experts} over {axes}"
         split += f", {config.expert_dim} over {(axis,) if parts > 1 else ()}"

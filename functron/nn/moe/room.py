@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +47,25 @@ def room_problems(room: float | None) -> list[Problem]:
 def rows_for(room: float, balanced: int) -> int:
     """The rows that a room is for, where a rank sends so many."""
     return math.ceil(room * balanced)
+
+
+def find_part(index: Any, size: int, counts: Iterable[int]) -> tuple[Any, Any]:
+    """The rank that has entry `index` of a dim, row-major, and its place in that rank's part.
+
+    Parts are those of `functron.Uneven`.
+
+    >>> find_part(4, 5, (2, 2))  # of parts [0, 1], [2], [3, 4] and padding alone
+    (2, 1)
+
+    Args:
+        index: an int, or a tensor of them.
+        counts: how many ranks cut the dim, for each axis in turn.
+    """
+    rank = 0
+    for count in counts:
+        size = -(-size // count)
+        rank, index = rank * count + index // size, index % size
+    return rank, index
 
 
 class RowBounds(NamedTuple):

@@ -416,6 +416,12 @@ def test_a_t5_says_what_its_forward_pass_does():
     assert torch.equal(said, logits.argmax(-1))
     with pytest.raises(ValueError, match="key: got None; wanted a key"):
         respond(weights, model, read, 4, draw=Draw(1.0))
+    # neither 8 numbers nor 2 heads divide, of which ranks have parts with padding
+    mesh, uneven = Mesh(fsdp=3, tp=3), ("embed", "vocab", "heads", "mlp")
+    specs = ft.param_specs(t5.defs(model), t5.rules(model, mesh, uneven=uneven))
+    options, several = ft.ModelOptions(gather=ft.Gather(specs)), torch.cat([read, read[:1]])
+    split = respond(weights, model, several, 4, draw=Draw(0.0), mesh=mesh, options=options)
+    assert torch.equal(split, torch.cat([said, said[:1]]))
     names = Sentinels(10, 3, 4)
     letters = ByteTokenizer()
     assert names.encode("a<extra_id_0>b<extra_id_2>", letters) == [97, 10, 98, 8, 4]
