@@ -768,6 +768,10 @@ class _Search:
             else:
                 made = _make_plan(self.lengths, chosen, ranks, rows, 1, model)
                 self.take(replace(made, tokens_per_rank=size), degree)
+        # or to ranks of all rows at once, which must balance rows as well
+        for places in _list_places(self.lengths, allowed, ring, ranks * rows, size, model):
+            made = _spread_rows(_make_plan(self.lengths, places, ranks, rows, 1, model), self.parts)
+            self.take(replace(made, tokens_per_rank=size), degree)
 
     def _list_parts(self, most: int) -> Iterator[list[list[int]]]:
         """The documents of every part, whose rows have room for so many tokens; best ones first."""
@@ -914,6 +918,26 @@ def _plan_samples(
         places.append(ContextPlacement(len(seen), index // each, 0, cp))
     tokens = (base,) * (rows * cp)
     return ContextPlan(cp, rows, tuple(places), base, tuple(pairs.ravel().tolist()), tokens, model)
+
+
+def _spread_rows(plan: ContextPlan, parts: int) -> ContextPlan:
+    """The plan with its rows in another order: slow ones, longest first, go to different parts."""
+    each = plan.rows // parts
+    pairs, tokens = (np.array(x).reshape(plan.rows, plan.cp) for x in (plan.pairs, plan.tokens))
+    loads, rows = np.zeros(parts), [[] for _ in range(parts)]
+    for row in np.argsort(-pairs.max(1), kind="stable").tolist():
+        free = [part for part in range(parts) if len(rows[part]) < each]
+        part = min(free, key=lambda part: loads[part])
+        loads[part] += pairs[row].max()
+        rows[part].append(row)
+    order = [row for part in rows for row in part]
+    places = {row: place for place, row in enumerate(order)}
+    return replace(
+        plan,
+        placements=tuple(replace(x, row=places[x.row]) for x in plan.placements),
+        pairs=tuple(pairs[order].ravel().tolist()),
+        tokens=tuple(tokens[order].ravel().tolist()),
+    )
 
 
 def _cut_after_targets(document: np.ndarray) -> np.ndarray:
