@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from functron.core.errors import Problem, raise_problems, refuse
 from functron.core.typing import Tensor
@@ -56,12 +57,15 @@ class ContextCosts:
     The unit is a token's matmuls. The defaults are those of a layer of Llama 3 8B: a token takes
     436 MFLOP forward, a visible pair 16,384 FLOP (0.000038), and the key and value of a token, 4
     KiB, take 82 ns over a link of 50 GB/s, in which 400 TFLOP/s compute 0.075 tokens; backward
-    has about the same ratios. Exchanges that hide behind computation count for less.
+    has about the same ratios. Its queries, keys, values and results of all heads are 20 KiB.
+    Exchanges that hide behind computation count for less.
 
     Attributes:
         linear: of a token.
         quadratic: of a query and a key that it sees.
         exchange: of a token's key and value, for every step that they travel around the ring.
+        heads: of a token's query, key, value and result, sent to other ranks as heads are exchanged
+            for sequence.
 
     Raises:
         ValueError: one is negative, or the first two are 0.
@@ -70,6 +74,7 @@ class ContextCosts:
     linear: float = 1.0
     quadratic: float = 3.8e-5
     exchange: float = 0.075
+    heads: float = 0.375
 
     def __post_init__(self):
         given = vars(self).items()
@@ -85,6 +90,11 @@ class ContextCosts:
     def per_token(self, ring_size: int) -> float:
         """The cost of every token of a rank besides its pairs; keys of all of them travel."""
         return self.linear + self.exchange * (ring_size - 1)
+
+    def of_group(self, size: int) -> ContextCosts:
+        """The costs of what `size` ranks hold together, which exchange heads for sequence."""
+        linear = self.linear + self.heads * (size - 1) / size
+        return ContextCosts(linear / size, self.quadratic / size, self.exchange / size, 0.0)
 
 
 @dataclass(frozen=True)
@@ -329,18 +339,34 @@ def _find_plan(
 ) -> ContextPlan | None:
     """The fastest plan that is found; None where each leaves a document without room."""
     best: tuple | None = None
-    for ring, chosen in _propose_sizes(lengths, allowed, cp * rows, model):
-        for score in _make_scores(lengths, cp * rows, model, ring):
-            places = _place_documents(
-                lengths, chosen, [s for s in allowed if s <= ring], cp * rows, most, score
-            )
-            if places is None:
-                continue
+    for ring in allowed:
+        for places in _list_places(lengths, allowed, ring, cp * rows, most, model):
             plan = _make_plan(lengths, places, cp, rows, even, model)
             key = plan.time, plan.ring_size, sum(x.size for x in plan.placements)
             if best is None or key < best[0]:
                 best = key, plan
     return None if best is None else best[1]
+
+
+ContextPlaces = list[tuple[int, int]]
+"""Of every document the first of its ranks, counted through all rows, and how many they are."""
+
+
+def _list_places(
+    lengths: Sequence[int],
+    allowed: Sequence[int],
+    ring: int,
+    ranks: int,
+    most: int | None,
+    model: ContextCosts,
+) -> Iterator[ContextPlaces]:
+    """Places on `ranks` ranks, no document on more than `ring` of them, in several ways."""
+    sizes = [s for s in allowed if s <= ring]
+    for chosen in _propose_sizes(lengths, sizes, ranks, model):
+        for score in _make_scores(lengths, ranks, model, ring):
+            places = _place_documents(lengths, chosen, sizes, ranks, most, score)
+            if places is not None:
+                yield places
 
 
 def list_ring_sizes(cp: int) -> list[int]:
@@ -352,22 +378,20 @@ def list_ring_sizes(cp: int) -> list[int]:
 
 
 def _propose_sizes(
-    lengths: Sequence[int], allowed: Sequence[int], ranks: int, model: ContextCosts
-) -> Iterator[tuple[int, list[int]]]:
-    """Largest rings, and how many ranks each document might be split over then."""
+    lengths: Sequence[int], sizes: Sequence[int], ranks: int, model: ContextCosts
+) -> Iterator[list[int]]:
+    """How many ranks each document might be split over, of these sizes."""
     n = np.array(lengths, np.int64)
-    pairs, seen = n * (n + 1) / 2, set()
-    for ring in allowed:
-        whole = model.cost_of(pairs, n, ring)
-        for fraction in _FRACTIONS:
-            bound = fraction * whole.sum() / ranks
-            chosen = np.full(len(n), ring)
-            for size in reversed([s for s in allowed if s <= ring]):
-                chosen[whole / size <= bound] = size
-            key = (ring, *chosen.tolist())
-            if key not in seen:
-                seen.add(key)
-                yield ring, chosen.tolist()
+    whole, seen = model.cost_of(n * (n + 1) / 2, n, sizes[-1]), set()
+    for fraction in _FRACTIONS:
+        bound = fraction * whole.sum() / ranks
+        chosen = np.full(len(n), sizes[-1])
+        for size in reversed(sizes):
+            chosen[whole / size <= bound] = size
+        key = tuple(chosen.tolist())
+        if key not in seen:
+            seen.add(key)
+            yield list(key)
 
 
 ContextScore = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
@@ -505,26 +529,46 @@ class ContextDeal:
     """A packed batch whose documents were dealt to ranks, and the zig-zag of samples beside it.
 
     Attributes:
-        batch: for ``Context(order="balanced", ring_size=ring_size)``: ``rows`` rows of ``cp *
-            tokens_per_rank`` tokens.
-        ring_size: the most ranks that a document is split over.
+        batch: for ``Context(order="balanced", ring_size=ring_size, exchange_size=exchange_size)``:
+            ``rows`` rows of ``cp * ulysses * tokens_per_rank`` tokens.
+        places: int64, as its tokens: the place of each in the samples of the batch as it was, one
+            after the other; of padding any.
+        ring_size: the most ranks of cp that a document is split over.
+        exchange_size: how many ranks of ulysses exchange heads; all, unless `ring_size` is 1.
         tokens_per_rank: the places of every rank in a row, padding included.
+        padding: which part of all places is padding.
         idle, static_idle: which part of all ranks' time they wait for the slowest, or compute
             padding, of this deal and of the zig-zag of each sample over all ranks; by the cost
             model.
         time, static_time: of a step, by the cost model.
         sent, static_sent: tokens whose keys and values a rank sends in one layer's forward.
+        exchanged, static_exchanged: tokens whose heads a rank sends there.
     """
 
     batch: dict[str, Tensor]
+    places: Tensor
     ring_size: int
+    exchange_size: int
     tokens_per_rank: int
+    padding: float
     idle: float
     static_idle: float
     time: float
     static_time: float
     sent: int
     static_sent: int
+    exchanged: float
+    static_exchanged: float
+
+
+def list_degrees(cp: int, ulysses: int = 1) -> list[tuple[int, int]]:
+    """Every ``(ring_size, exchange_size)`` of deals, of fewest ranks first.
+
+    Neighbours are ranks of ulysses: documents go to some of these, to all, or to all of several
+    ranks of cp.
+    """
+    inner = [(1, size) for size in reversed(list_ring_sizes(ulysses))]
+    return inner + [(size, ulysses) for size in reversed(list_ring_sizes(cp)) if size > 1]
 
 
 def list_deals(
@@ -532,21 +576,29 @@ def list_deals(
     seq: int,
     global_batch: int,
     *,
+    ulysses: int = 1,
     parts: int = 1,
     microbatches: int = 1,
     multiple: int = 1,
-) -> list[tuple[int, int]]:
-    """Every ``(ring_size, tokens_per_rank)`` that `deal` may return for batches of this shape."""
-    base, even = _count_places(cp, seq, global_batch, parts, microbatches, multiple)
-    sizes = sorted({rounded_up(math.ceil(base * (1 + more)), even) for more in SLACK})
-    return [(cp, base), *((ring, size) for ring in list_ring_sizes(cp) for size in sizes)]
+) -> list[tuple[int, int, int]]:
+    """Every ``(ring_size, exchange_size, tokens_per_rank)`` that `deal` may return for batches of
+    this shape.
+    """
+    base, even = _count_places(cp, seq, global_batch, parts, microbatches, multiple * ulysses)
+    sizes = [each // ulysses for each in _list_sizes(base, even)]
+    dealt = ((*degree, size) for degree in list_degrees(cp, ulysses) for size in sizes)
+    return [(cp, ulysses, base // ulysses), *dealt]
+
+
+def _list_sizes(base: int, even: int) -> list[int]:
+    return sorted({rounded_up(math.ceil(base * (1 + more)), even) for more in SLACK})
 
 
 def _count_places(
     cp: int, seq: int, global_batch: int, parts: int, microbatches: int, multiple: int
 ) -> tuple[int, int]:
-    """A rank's tokens in a row without padding, and what they are to be a multiple of."""
-    rows, even, problems = parts * microbatches, math.lcm(2, multiple), []
+    """A cp rank's tokens in a row without padding, and what they are to be a multiple of."""
+    rows, even, problems = parts * microbatches, math.lcm(min(cp, 2), multiple), []
     if seq % (cp * even):
         wanted = f"a multiple of {cp * even}: two halves on each of {cp} ranks"
         wanted += f", and multiple={multiple}" if even > 2 else ""
@@ -563,28 +615,41 @@ def deal(
     batch: Mapping[str, Tensor],
     cp: int,
     *,
+    ulysses: int = 1,
     parts: int = 1,
     microbatches: int = 1,
+    stages: int = 1,
     multiple: int = 1,
     costs: ContextCosts | None = None,
     pad: int = 0,
 ) -> ContextDeal:
     """The documents of a whole packed batch, over the ranks that `schedule` chooses for each.
 
-    A row of the result is what the ranks of cp compute together at a time: a microbatch of the
-    samples of one part. Any document may come to any of them. Losses are sums over tokens, which
-    stay the same: those after a document's last target, which no loss sees, alone are left out.
+    A row of the result is what the ranks of cp and ulysses compute together at a time: a microbatch
+    of the samples of one part. Any document may come to any of them. Losses are sums over tokens,
+    which stay the same: those after a document's last target, which no loss sees, alone are left
+    out.
 
-    Shapes are few, `list_deals`, so that there are as few compiled programs: the first of `SLACK`
-    that documents fit into. Where the zig-zag of each sample over all ranks is faster, or nothing
-    else fits, that is what is dealt, which needs no padding.
+    Ranks of a row wait for one another in every layer, and parts of the batch at the end of a step.
+    So documents go to parts first, by their pairs, then to the rows of each, either alike or the
+    longest together, and in every row to ranks, as balances that row best: rows of a part need not
+    take equally long. Where `stages` of a pipeline do wait for it, that counts.
+
+    Groups of `exchange_size` ranks, which have equal shares of all they hold together, are dealt to
+    as one rank: no document of theirs is padded.
+
+    Shapes are few, `list_deals`, so that there are as few compiled programs. Where the zig-zag of
+    each sample over all ranks is faster, or nothing else fits, that is what is dealt, which needs
+    no padding.
 
     Args:
         batch: all samples of a step, as `functron.data.pack` or `functron.data.PackedTokens` make
             them.
-        cp: ranks that share a row.
+        cp: ranks that share a row, and keys and values.
+        ulysses: ranks that share what each of these has, and heads.
         parts: ranks that split the batch by samples.
         microbatches: of each of these; all have one `ring_size` and shape.
+        stages: of a pipeline, in which microbatches that take longer than others cost more.
         multiple, costs: as in `schedule`.
         pad: the token id of padding.
 
@@ -595,36 +660,246 @@ def deal(
     title, model = "cannot deal documents to ranks", ContextCosts() if costs is None else costs
     samples, rows = separate_documents(batch, title=title), parts * microbatches
     sizes = batch["tokens"].shape[1], len(samples)
-    base, even = _count_places(cp, *sizes, parts, microbatches, multiple)
-    number = 0
-    for sample in samples:
-        for document in sample:
-            document[_SEGMENTS] = number
-            number += 1
-    static = _plan_samples(samples, cp, rows, base, model)
-    documents = [_cut_after_targets(x) for sample in samples for x in sample]
-    lengths, best = [x.shape[1] for x in documents], None
-    for more in SLACK:
-        size = rounded_up(math.ceil(base * (1 + more)), even)
-        best = _find_plan(lengths, cp, rows, size, even, model, sorted(list_ring_sizes(cp)))
-        if best is not None:
-            best = _spread_rows(replace(best, tokens_per_rank=size), parts)
-            break
-    still, idle = _measure_waste(static, parts)
-    time, waste = (still, idle) if best is None else _measure_waste(best, parts)
-    if best is None or time >= still:
-        best, time, waste = static, still, idle
+    base, even = _count_places(cp, *sizes, parts, microbatches, multiple * ulysses)
+    documents = [x for sample in samples for x in sample]
+    for number, document in enumerate(documents):
+        document[_SEGMENTS] = number
+    starts = _list_starts(samples, batch)
+    static = _plan_samples(samples, cp, rows, base, model.of_group(ulysses))
+    documents = [_cut_after_targets(x) for x in documents]
+    lengths = [x.shape[1] for x in documents]
+    found = _Search(lengths, parts, microbatches, stages)
+    found.take(static, (cp, ulysses))
+    still, idle = found.time, found.idle
+    # fewer ranks first, and the rest only where they might still be faster
+    for ring, group in list_degrees(cp, ulysses):
+        one, allowed = model.of_group(group), [s for s in list_ring_sizes(cp)[::-1] if s <= ring]
+        for size in _list_sizes(base, even):
+            shape = cp * ulysses // group, size * group // ulysses
+            found.look(*shape, one, allowed if group == ulysses else [1], (ring, group))
+    best, (ring, group) = found.plan, found.degree
+    assert best is not None
+    if best is static:
         documents = [np.concatenate(sample, 1) for sample in samples]
     pieces = [
         extend_document(x, room(place.length, place.size), pad)
         for x, place in zip(documents, best.placements, strict=True)
     ]
     made = as_batch(_lay_out(pieces, best, best.tokens_per_rank, pad))
+    places = starts[made["segments"].clamp(max=len(starts) - 1)] + made["positions"]
     # padding of a rank may be longer than any document, for which a model has no positions
     made["positions"].clamp_(max=sizes[0] - 1)
-    ring, size = best.ring_size, best.tokens_per_rank
-    sent, before = size * (ring - 1) * microbatches, base * (cp - 1) * microbatches
-    return ContextDeal(made, ring, size, waste, idle, time, still, sent, before)
+    # of a rank of cp, and what one of ulysses has of it
+    size, before = best.tokens_per_rank * ulysses // group, base
+    exchanged, all_exchanged = (
+        each / ulysses * (1 - 1 / ranks) * microbatches
+        for each, ranks in ((size, group), (before, ulysses))
+    )
+    return ContextDeal(
+        batch=made, places=places, ring_size=ring, exchange_size=group,
+        tokens_per_rank=size // ulysses,
+        padding=1 - sum(lengths) / (size * cp * rows),
+        idle=found.idle, static_idle=idle, time=found.time, static_time=still,
+        sent=size * (ring - 1) * microbatches, static_sent=before * (cp - 1) * microbatches,
+        exchanged=exchanged, static_exchanged=all_exchanged,
+    )  # fmt: skip
+
+
+def _list_starts(samples: Sequence[Sequence[np.ndarray]], batch: Mapping[str, Tensor]) -> Tensor:
+    """The place in all samples at which each document would have had its position 0."""
+    found, seq = [], batch["tokens"].shape[1]
+    numbers = batch["rows"].tolist() if "rows" in batch else range(len(samples))
+    for number, sample in zip(numbers, samples, strict=True):
+        at = number * seq
+        for document in sample:
+            found.append(at - int(document[_POSITIONS, 0]))
+            at += document.shape[1]
+    return torch.tensor(found)
+
+
+class _Search:
+    """The fastest plan of those that were looked at, by the time of a step."""
+
+    def __init__(self, lengths: Sequence[int], parts: int, each: int, stages: int):
+        self.lengths, self.parts, self.each, self.stages = lengths, parts, each, stages
+        self.plan: ContextPlan | None = None
+        self.degree, self.time, self.idle = (0, 0), math.inf, 0.0
+        n = np.array(lengths, np.int64)
+        self._pairs = n * (n + 1) // 2
+        self._parts: dict[int, list[list[list[int]]]] = {}
+
+    def take(self, plan: ContextPlan, degree: tuple[int, int]) -> None:
+        """Keep a plan if it is faster than those before."""
+        useful = int(self._pairs.sum()), sum(self.lengths)
+        time, idle = _measure_waste(plan, self.parts, self.stages, useful)
+        if time < self.time:
+            self.plan, self.degree, self.time, self.idle = plan, degree, time, idle
+
+    def look(
+        self,
+        ranks: int,
+        size: int,
+        model: ContextCosts,
+        allowed: Sequence[int],
+        degree: tuple[int, int],
+    ) -> None:
+        """Try deals to rows of so many ranks of `size` tokens."""
+        ring, rows = allowed[-1], self.parts * self.each
+        least = float(self._pairs.max()) / ring
+        if model.cost_of(least, size * self.each, ring) >= self.time:
+            return
+        if ranks * size not in self._parts:
+            self._parts[ranks * size] = list(self._list_parts(ranks * size))
+        for groups in self._parts[ranks * size]:
+            pairs = max(least, *(self._pairs[mine].sum() / ranks for mine in groups))
+            if model.cost_of(pairs, size * self.each, ring) >= self.time:
+                continue
+            chosen: ContextPlaces = [(0, 0)] * len(self.lengths)
+            worst = 0.0
+            # those that all will wait for first
+            for part in sorted(range(self.parts), key=lambda p: -self._pairs[groups[p]].sum()):
+                mine = groups[part]
+                found = self._place_part(mine, ranks, size, model, allowed, worst)
+                if found is None:
+                    break
+                worst = max(worst, found[0])
+                for i, (first, count) in zip(mine, found[1], strict=True):
+                    chosen[i] = part * self.each * ranks + first, count
+            else:
+                made = _make_plan(self.lengths, chosen, ranks, rows, 1, model)
+                self.take(replace(made, tokens_per_rank=size), degree)
+        # or to ranks of all rows at once, which must balance rows as well
+        for places in _list_places(self.lengths, allowed, ring, ranks * rows, size, model):
+            made = _spread_rows(_make_plan(self.lengths, places, ranks, rows, 1, model), self.parts)
+            self.take(replace(made, tokens_per_rank=size), degree)
+
+    def _list_parts(self, most: int) -> Iterator[list[list[int]]]:
+        """The documents of every part, whose rows have room for so many tokens; best ones first."""
+        everything, found = list(range(len(self.lengths))), {}
+        for limit in (most - most // _RESERVE, most):
+            for way in ("pairs", "both"):
+                groups = _group_documents(
+                    self.lengths, everything, self.parts, limit * self.each, way
+                )
+                if groups is not None:
+                    found[max(int(self._pairs[mine].sum()) for mine in groups)] = groups
+            if found:
+                break
+        yield from (found[key] for key in sorted(found))
+
+    def _place_part(
+        self,
+        members: Sequence[int],
+        ranks: int,
+        size: int,
+        model: ContextCosts,
+        allowed: Sequence[int],
+        worst: float,
+    ) -> tuple[float, ContextPlaces] | None:
+        """The pairs that the rows of one part take together, with places; None without room.
+
+        Another part takes the `worst`, so that little more than fewest will do.
+        """
+        best: tuple[float, dict[int, tuple[int, int]]] | None = None
+        ideal = float(self._pairs[members].sum()) / ranks
+        near = min(max(_NEAR, worst / max(ideal, 1)), 1.05)
+        for groups in _list_rows(self.lengths, members, self.each, ranks * size):
+            chosen, slowest = {}, []
+            for row, mine in enumerate(groups):
+                taken = [self.lengths[i] for i in mine]
+                found = _place_row(taken, allowed, ranks, size, model, near)
+                if found is None:
+                    break
+                slowest.append(found[0])
+                for i, (first, count) in zip(mine, found[1], strict=True):
+                    chosen[i] = row * ranks + first, count
+            else:
+                late = (self.stages - 1) * (max(slowest) - sum(slowest) / self.each)
+                if best is None or sum(slowest) + late < best[0]:
+                    best = sum(slowest) + late, chosen
+                if best[0] <= near * ideal:
+                    break
+        return None if best is None else (best[0], [best[1][i] for i in members])
+
+
+_RESERVE, _NEAR = 128, 1.005
+"""Of how many tokens one is kept for padding; how near to the best a deal may be to be taken."""
+
+
+def _list_rows(
+    lengths: Sequence[int], members: Sequence[int], count: int, most: int
+) -> Iterator[list[list[int]]]:
+    """These documents in `count` rows of at most so many tokens, in several ways."""
+    if count == 1:
+        yield [list(members)]
+        return
+    for limit in (most - most // _RESERVE, most):
+        ways = (_group_documents(lengths, members, count, limit, way) for way in _GROUPINGS)
+        found = [groups for groups in ways if groups is not None]
+        yield from found
+        if found:
+            return
+
+
+_GROUPINGS = ("both", "tokens", "pairs")
+"""Quantities of which groups of documents have about as much: either, tokens, or pairs."""
+
+
+def _group_documents(
+    lengths: Sequence[int], members: Sequence[int], count: int, limit: int, way: str
+) -> list[list[int]] | None:
+    """These documents in `count` groups of at most `limit` tokens; None where that is not found.
+
+    Longest first, to where there is least.
+    """
+    groups, pairs, tokens = [[] for _ in range(count)], [0] * count, [0] * count
+    whole = sum(lengths[i] for i in members), sum(lengths[i] ** 2 for i in members)
+    for i in sorted(members, key=lambda i: -lengths[i]):
+        n = lengths[i]
+        free = [group for group in range(count) if tokens[group] + n <= limit]
+        if not free:
+            return None
+        if way == "pairs":
+            at = min(free, key=pairs.__getitem__)
+        elif way == "tokens":
+            at = min(free, key=tokens.__getitem__)
+        else:  # as of `_make_scores`
+            p, t = n * n / whole[1] ** 2, n / whole[0] ** 2
+            at = min(
+                free, key=[p * x + t * y for x, y in zip(pairs, tokens, strict=True)].__getitem__
+            )
+        groups[at].append(i)
+        pairs[at] += n * n
+        tokens[at] += n
+    return groups
+
+
+def _place_row(
+    lengths: Sequence[int],
+    allowed: Sequence[int],
+    ranks: int,
+    size: int,
+    model: ContextCosts,
+    near: float,
+) -> tuple[int, ContextPlaces] | None:
+    """The fewest pairs that the slowest rank of a row has, with places; None without room.
+
+    `near` times their mean are few enough.
+    """
+    if not lengths:
+        return 0, []
+    best: tuple[int, ContextPlaces] | None = None
+    least = sum(n * (n + 1) // 2 for n in lengths) / ranks
+    for places in _list_places(lengths, allowed, allowed[-1], ranks, size, model):
+        pairs = np.zeros(ranks, np.int64)
+        for length, (first, count) in zip(lengths, places, strict=True):
+            pairs[first : first + count] += visible_pairs(length, count)
+        worst = int(pairs.max())
+        if best is None or worst < best[0]:
+            best = worst, places
+        if worst <= near * least:
+            break
+    return best
 
 
 def _plan_samples(
@@ -635,8 +910,11 @@ def _plan_samples(
     pairs = np.zeros((rows, cp), np.int64)
     for index, sample in enumerate(samples):
         seen = np.concatenate([x[_POSITIONS] + 1 for x in sample])
-        chunks = seen.reshape(2 * cp, -1).sum(1)
-        pairs[index // each] += chunks[:cp] + chunks[: cp - 1 : -1]
+        if cp == 1:
+            pairs[index // each] += seen.sum()
+        else:
+            chunks = seen.reshape(2 * cp, -1).sum(1)
+            pairs[index // each] += chunks[:cp] + chunks[: cp - 1 : -1]
         places.append(ContextPlacement(len(seen), index // each, 0, cp))
     tokens = (base,) * (rows * cp)
     return ContextPlan(cp, rows, tuple(places), base, tuple(pairs.ravel().tolist()), tokens, model)
@@ -668,14 +946,17 @@ def _cut_after_targets(document: np.ndarray) -> np.ndarray:
     return document[:, : found[-1] + 2 if len(found) else 1]
 
 
-def _measure_waste(plan: ContextPlan, parts: int) -> tuple[float, float]:
-    """The time of a plan, and the part of it that ranks wait, or compute padding.
+def _measure_waste(
+    plan: ContextPlan, parts: int, stages: int, useful: tuple[int, int]
+) -> tuple[float, float]:
+    """The time of a plan, and the part of it in which ranks compute nothing that is `useful`.
 
-    Ranks of a row wait for one another in every layer, parts of the batch at the end of a step.
+    Ranks of a row wait for one another in every layer, parts of the batch at the end of a step, and
+    stages of a pipeline for as much as the slowest microbatch takes longer than others.
     """
     pairs, ring = np.array(plan.pairs).reshape(parts, -1, plan.cp), plan.ring_size
     slowest = plan.model.cost_of(pairs.max(2), plan.tokens_per_rank, ring)
-    time = float(slowest.sum(1).max())
-    tokens = sum(x.length for x in plan.placements)
-    useful = plan.model.cost_of(pairs.sum(), tokens, ring)
-    return time, 1 - float(useful) / (parts * plan.cp) / time
+    late = (stages - 1) * (slowest.max(1) - slowest.mean(1))
+    time = float((slowest.sum(1) + late).max())
+    needed = plan.model.cost_of(*useful, ring)
+    return time, 1 - float(needed) / (parts * plan.cp) / time

@@ -205,7 +205,7 @@ def dropout(
 ) -> Tensor:
     """Dropout on the stream or on what is added to it; none without a key."""
     where = {"rows": sequence.rows, "stream": options.stream, "positions": sequence.slots}
-    return nn.dropout(x, key, rate=config.dropout, **where)
+    return nn.dropout(x, key, rate=config.dropout, places=sequence.places, **where)
 
 
 @dataclass(frozen=True, eq=False)
@@ -397,7 +397,9 @@ def _run_experts(
     assert config.moe is not None
     tokens, targets, hook = sequence.tokens, sequence.targets, options.hook("router")
     counted = torch.ones_like(tokens) if targets is None else (targets != nn.IGNORE_INDEX).long()
-    places = sequence.slots.expand_as(tokens)
+    places, rows = sequence.slots.expand_as(tokens), sequence.rows
+    if sequence.places is not None:  # in all samples
+        places, rows = sequence.places, torch.zeros_like(rows)
     counted, places = (nn.stream_positions(x, options.stream, each) for each in (counted, places))
     y, share, sums = moe(
         weights,
@@ -408,7 +410,7 @@ def _run_experts(
         axes=options.expert_axes,
         room=options.expert_room,
         key=key,
-        rows=sequence.rows,
+        rows=rows,
         positions=places,
         counted=counted != 0,
         kernels=options.kernels,

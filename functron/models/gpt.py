@@ -360,16 +360,18 @@ def stage(
     return x if beside is None else (x, beside)
 
 
-def batch_specs(*, packed: bool = False, placed: bool = False) -> dict[str, P]:
+def batch_specs(*, packed: bool = False, placed: bool = False, dealt: bool = False) -> dict[str, P]:
     """The specs of the entries of a batch.
 
     Args:
         packed: it has positions and segments of packed documents.
         placed: it has positions, also without documents (`GPTConfig.rope_sections`).
+        dealt: it has the places of tokens in the samples that were dealt to ranks.
     """
     names = ["tokens", "targets"]
     names += ["positions"] if packed or placed else []
     names += ["segments"] if packed else []
+    names += ["places"] if dealt else []
     return {**dict.fromkeys(names, P(DATA_AXES, CONTEXT_AXES)), "rows": P(DATA_AXES)}
 
 

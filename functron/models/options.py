@@ -70,8 +70,10 @@ class Context:
             late part of every sequence, so that causal attention costs all the same; the numbers
             are those of ``"contiguous"``, which leaves tokens where they are. ``"balanced"``: the
             batch has been arranged, document by document (`functron.data.packing`).
-        ring_size: keys and values go round among so many neighbouring ranks only, where no document
-            of the batch lies on more; 0: among all.
+        ring_size: keys and values go round, or are gathered, among so many neighbouring ranks of cp
+            only, where no document of the batch lies on more; 0: among all.
+        exchange_size: heads are exchanged among so many neighbouring ranks of ulysses only, where
+            no document lies on more, with `ring_size` 1; 0: among all.
 
     Raises:
         ValueError: a value is none of these.
@@ -80,13 +82,16 @@ class Context:
     kind: ContextKind = "ring"
     order: SequenceOrder = "zigzag"
     ring_size: int = 0
+    exchange_size: int = 0
 
     def __post_init__(self):
         found = choice_problems(self)
-        if self.ring_size < 0 or (self.ring_size and self.order != "balanced"):
-            got = f"{self.ring_size} with order={self.order!r}"
-            wanted = 'at least 0, and 0 unless order="balanced"'
-            found.append(Problem("ring_size", got, wanted, "leave it out"))
+        for name in ("ring_size", "exchange_size"):
+            size = getattr(self, name)
+            if size < 0 or (size and self.order != "balanced"):
+                got = f"{size} with order={self.order!r}"
+                wanted = 'at least 0, and 0 unless order="balanced"'
+                found.append(Problem(name, got, wanted, "leave it out"))
         raise_problems("invalid Context", found)
 
     @property
@@ -119,6 +124,8 @@ class Sequence(NamedTuple):
         positions: int64 ``[T]`` or ``[B, T]``, their places in their documents; ``[B, T, S]``:
             the S positions of each, by which parts of a head's dims are rotated.
         segments: int64 ``[B, T]``, the numbers of their documents; None: each sample is one.
+        places: int64 ``[B, T]``, of tokens that were dealt to ranks, their places in all samples of
+            the step, one after the other, from which numbers are drawn; None: by rows and slots.
         attend: ``(q, k, v, *, window, sinks, cap) -> out`` in place of attention among these
             tokens: with cached keys, for example.
         load: int64 ``[routers, experts]``, the assignments of the whole batch to the experts of
@@ -132,6 +139,7 @@ class Sequence(NamedTuple):
     positions: Tensor
     segments: Tensor | None
     attend: Callable | None = None
+    places: Tensor | None = None
     load: Tensor | None = None
 
     def core(
@@ -152,6 +160,7 @@ class Sequence(NamedTuple):
             kind=context.kind,
             balanced=context.halves,
             ring_size=context.ring_size or None,
+            exchange_size=context.exchange_size or None,
             cap=cap,
             kernels=kernels,
         )
@@ -242,6 +251,7 @@ def arranged(batch: Batch, context: Context) -> Sequence:
         slots=slots,
         positions=given.get("positions", slots),
         segments=given.get("segments"),
+        places=batch.get("places"),
         load=batch[LOAD][0] if LOAD in batch else None,
     )
 

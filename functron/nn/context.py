@@ -149,18 +149,20 @@ def _order_by_parity(even: Tensor, odd: Tensor, axis: str, dim: int) -> Tensor:
     return torch.cat([torch.where(is_even, even, odd), torch.where(is_even, odd, even)], dim)
 
 
-def own_part(x: Tensor, size: int, dim: int, axis: str) -> Tensor:
+def own_part(x: Tensor, size: int, dim: int, axis: str, count: int | None = None) -> Tensor:
     """Of a value that all ranks of `axis` hold whole, this rank's `size` rows of dim `dim`.
+
+    With `count`, the part by its place in its aligned group of so many ranks.
 
     Replicated -> varying; no collectives. A sum over all parts but one masked, not an index:
     Inductor (torch 2.13) compiles the gradient of an index that differs between simulated ranks to
     an addition into memory that several of them share.
     """
-    count = lax.axis_size(axis)
+    count = lax.axis_size(axis) if count is None else count
     if count == 1:
         return x
     parts = x.unflatten(dim, (count, size))
-    mine = torch.arange(count, device=x.device) == lax.axis_index(axis)
+    mine = torch.arange(count, device=x.device) == lax.axis_index(axis) % count
     mine = mine.view(-1, *[1] * (x.dim() - dim))
     return torch.where(mine, parts, torch.zeros((), dtype=x.dtype, device=x.device)).sum(
         dim, dtype=x.dtype
@@ -209,16 +211,77 @@ class Ring:
 
     def shift(self, x: Tensor, distance: int, *, wait: bool = True) -> Tensor:
         """x of the rank `distance` before this one; without `wait`, to be waited for by `here`."""
-        count, size = lax.axis_size(self.axis), self.size
-        pairs = [(r, r - r % size + (r % size + distance) % size) for r in range(count)]
-        if wait:
-            return lax.ppermute(x, self.axis, pairs)
-        (axis,) = lookup(self.axis)
-        return Ppermute.call(x, axis, perm=tuple(pairs), wait=False)
+        return shift(x, self.axis, self.size, distance, wait=wait)
 
     def here(self, x: Tensor) -> Tensor:
         """Wait for a tensor that `shift` did not wait for."""
         return wait_for_rows(x, lookup(self.axis))
+
+    @property
+    def by_step(self) -> bool:
+        """Whether keys are gathered among a part of the ranks, in the order of the steps."""
+        return self.kind == "gather" and 1 < self.size < lax.axis_size(self.axis)
+
+
+def shift(x: Tensor, axis: str, size: int, distance: int, *, wait: bool = True) -> Tensor:
+    """x of the rank `distance` before this one in its aligned group of `size` ranks of an axis.
+
+    One ppermute of x; without `wait`, `functron.spmd.ragged.wait_for_rows` waits for it.
+    """
+    count = lax.axis_size(axis)
+    pairs = [(r, r - r % size + (r % size + distance) % size) for r in range(count)]
+    if wait:
+        return lax.ppermute(x, axis, pairs)
+    (found,) = lookup(axis)
+    return Ppermute.call(x, found, perm=tuple(pairs), wait=False)
+
+
+def _roll(x: Tensor, by: int | Tensor, size: int) -> Tensor:
+    """x ``[size, ...]``, whose row i is row ``(i + by) % size``; `by` may differ between ranks.
+
+    By powers of two where it does, as an index that differs between ranks has a gradient that
+    Inductor compiles wrongly in simulation (`own_part`).
+    """
+    if isinstance(by, int):
+        return torch.roll(x, -by, 0)
+    for bit in range((size - 1).bit_length()):
+        moves = compat.constant(by // 2**bit % 2 == 1, x.device)
+        x = torch.where(moves, torch.roll(x, -(2**bit), 0), x)
+    return x
+
+
+def group_all_to_all(x: Tensor, axis: str, size: int, split_axis: int, concat_axis: int) -> Tensor:
+    """`functron.lax.all_to_all`, tiled, among every aligned group of `size` ranks of an axis.
+
+    One all-to-all where that is the whole axis, else ``size - 1`` ppermutes of a `size`-th of x
+    each; backward the inverse.
+    """
+    if size == lax.axis_size(axis):
+        return lax.all_to_all(x, axis, split_axis, concat_axis, tiled=True)
+    if size == 1:
+        return x
+    rank = lax.axis_index(axis) % size
+    parts = x.unflatten(split_axis, (size, -1)).movedim(split_axis, 0)
+    sent = _roll(parts, rank, size)  # in the order of how far they go
+    came = [sent[0], *(shift(sent[step], axis, size, step) for step in range(1, size))]
+    # of the rank as far before this one, so that the last comes from the next
+    found = _roll(torch.stack(came).flip(0), size - 1 - rank, size)
+    return found.movedim(0, concat_axis).flatten(concat_axis, concat_axis + 1)
+
+
+def group_all_gather(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
+    """`functron.lax.all_gather`, tiled, among every aligned group of `size` ranks of an axis.
+
+    One all-gather where that is the whole axis, else ``size - 1`` ppermutes of x.
+    """
+    if size == lax.axis_size(axis):
+        return lax.all_gather(x, axis, axis=dim, tiled=True)
+    if size == 1:
+        return x
+    rank = lax.axis_index(axis) % size
+    came = [x, *(shift(x, axis, size, step) for step in range(1, size))]
+    found = _roll(torch.stack(came).flip(0), size - 1 - rank, size)
+    return found.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def distances(size: int, step: int, balanced: bool) -> tuple[int, ...]:
@@ -427,13 +490,18 @@ class _Keys:
 
 
 class _Gathered(_Keys):
-    """The same where every rank has all keys, ``[size, ...]``: nothing travels."""
+    """The same where every rank has all keys, ``[size, ...]``: nothing travels.
+
+    They are in the order of ranks, or in that of steps (`Ring.by_step`).
+    """
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor):
         self.ring, self.k, self.v, self.at = ring, k, v, 0
         self.given: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _select(self, x: Tensor, step: int) -> Tensor:
+        if self.ring.by_step:
+            return x[(0, *self.ring.steps).index(step)]
         source = compat.constant((self.ring.rank() - step) % self.ring.size, x.device)
         return torch.index_select(x, 0, source.reshape(1)).squeeze(0)
 
@@ -451,6 +519,9 @@ class _Gathered(_Keys):
     def home(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         nothing = torch.zeros_like(dk), torch.zeros_like(dv)
         self.given[0] = dk, dv
+        if self.ring.by_step:
+            rows = [self.given[step] for step in (0, *self.ring.steps)]
+            return torch.stack([x for x, _ in rows]), torch.stack([x for _, x in rows])
         rows = [self.given.get(step, nothing) for step in range(self.ring.size)]
         source = torch.arange(self.ring.size, device=dk.device)
         steps = (self.ring.rank() - source) % self.ring.size
@@ -569,6 +640,7 @@ def context_attention(
     axis: str = "cp",
     ulysses: str = "ulysses",
     ring_size: int | None = None,
+    exchange_size: int | None = None,
     kernels: Kernels = AUTO,
 ) -> Float[Tensor, "batch seq heads value_dim"]:
     """softmax(scale q k^T + mask) v for this rank's queries over the keys of all ranks.
@@ -578,13 +650,15 @@ def context_attention(
     of its document.
 
     Collectives, for n = `ring_size` ranks that exchange, the m steps around the ring at which
-    somebody sees keys (n - 1 without a window), u ranks of `ulysses`, and K, V, Q, O the bytes of
-    this rank's operands and result (K and V count u / gcd(u, kv_heads) times):
+    somebody sees keys (n - 1 without a window), u = `exchange_size` ranks of `ulysses`, and K, V,
+    Q, O the bytes of this rank's operands and result (K and V count u / gcd(u, kv_heads) times):
 
-    * `ulysses`: four all-to-alls, of Q, K, V and O; the same backward.
+    * `ulysses`: four all-to-alls, of Q, K, V and O; the same backward. Among a part of its ranks,
+      u - 1 ppermutes of a u-th in place of each.
     * "ring": forward m ppermutes of K and m of V over `axis`. Backward the same once more, and m
       of dk and m of dv, which are K and V in float32 at least.
-    * "gather": two all-gathers, results n K and n V; backward two reduce-scatters of these.
+    * "gather": two all-gathers, results n K and n V; backward two reduce-scatters of these. Among a
+      part of `axis`, m ppermutes of K and m of V in their place, and as many backward.
     * Integers of 4 bytes a token: segments if given; positions if given per sample and with a
       window. Each is all-gathered over `ulysses`, then sent m times ("ring") or all-gathered over
       `axis`; once, in forward.
@@ -618,6 +692,8 @@ def context_attention(
         ulysses: along which heads are exchanged; it must divide them.
         ring_size: only the aligned groups of so many ranks of `axis` exchange keys: sequences, or
             packed documents, that span no more. Static; a divisor of its size. None for all.
+        exchange_size: only the aligned groups of so many ranks of `ulysses` exchange heads, as
+            `ring_size`, which then must be 1: what they hold together is in order.
         kernels: of ``"attention"`` and ``"softmax"``, for masked blocks, and of ``"lse_merge"``.
 
     Returns:
@@ -628,9 +704,10 @@ def context_attention(
             attention that is not causal.
     """
     size = lax.axis_size(axis) if ring_size is None else ring_size
-    _check(q, k, window, pairs, kind, causal, balanced, axis, ulysses, ring_size)
+    group = lax.axis_size(ulysses) if exchange_size is None else exchange_size
+    _check(q, k, window, pairs, kind, causal, balanced, axis, ulysses, ring_size, group)
     static_window = window if isinstance(window, int) else 0
-    q, k, v = _exchange_heads(q, k, v, ulysses)
+    q, k, v = _exchange_heads(q, k, v, ulysses, group)
     plain = isinstance(window, int) and window == 0 and segments is sinks is pairs is None
     if size == 1 and plain and not cap:
         out = attention(q, k, v, causal=causal, scale=scale)
@@ -643,19 +720,21 @@ def context_attention(
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         fixed = seq, steps, static_window, scale, kernels, cap, causal
         ring = Ring(axis, size, kind, balanced, *fixed)
-        mask = _mask_inputs(ring, q, positions, segments, window, ulysses)
+        mask = _mask_inputs(ring, q, positions, segments, window, ulysses, group)
         mask = replace(mask, pairs=pairs)
-        own = None if sinks is None else own_part(sinks, q.shape[_HEADS], 0, ulysses)
+        own = None if sinks is None else own_part(sinks, q.shape[_HEADS], 0, ulysses, group)
         q, k, v = (x.transpose(_SEQ, _HEADS) for x in (q, k, v))
-        if kind == "gather" and size > 1:
+        if ring.by_step:
+            k, v = (torch.stack([x, *(ring.shift(x, step) for step in steps)]) for x in (k, v))
+        elif kind == "gather" and size > 1:
             k, v = lax.all_gather((k, v), axis)
         out = ring_attention(ring, q, k, v, mask, own).transpose(_SEQ, _HEADS)
-    return lax.all_to_all(out, ulysses, _SEQ, _HEADS, tiled=True)
+    return group_all_to_all(out, ulysses, group, _SEQ, _HEADS)
 
 
-def _check(q, k, window, pairs, kind, causal, balanced, axis, ulysses, ring_size) -> None:
+def _check(q, k, window, pairs, kind, causal, balanced, axis, ulysses, ring_size, group) -> None:
     """Raise ValueError for everything that does not fit."""
-    size, group = lax.axis_size(axis), lax.axis_size(ulysses)
+    size, whole = lax.axis_size(axis), lax.axis_size(ulysses)
     heads, kv_heads = q.shape[_HEADS], k.shape[_HEADS]
     ring = size if ring_size is None else ring_size
     found = []
@@ -668,12 +747,14 @@ def _check(q, k, window, pairs, kind, causal, balanced, axis, ulysses, ring_size
     if heads % group:
         fix = f"split the sequence over {axis!r} instead"
         wrong("q", f"{heads} heads", f"a multiple of the {group} ranks of {ulysses!r}", fix)
+    if group < 1 or whole % group:
+        wrong("exchange_size", str(group), f"a divisor of the {whole} ranks of {ulysses!r}")
+    elif group < whole and ring > 1:
+        wrong("exchange_size", f"{group} with {ring} ranks of {axis!r}", f"{whole}, or ring_size=1")
     if kind not in ("ring", "gather"):
         wrong("kind", repr(kind), "ring or gather", nearest(kind, ("ring", "gather")))
     if ring < 1 or size % ring:
         wrong("ring_size", str(ring), f"a divisor of the {size} ranks of {axis!r}")
-    elif kind == "gather" and ring not in (1, size):
-        wrong("ring_size", f'{ring} with kind="gather"', f"1 or {size}", 'use kind="ring"')
     per_rank = q.shape[_SEQ] * group
     if balanced and ring > 1 and per_rank % 2:
         fix = "pad the sequence, or use the contiguous order"
@@ -692,13 +773,15 @@ def _check(q, k, window, pairs, kind, causal, balanced, axis, ulysses, ring_size
     raise_problems("context_attention", found)
 
 
-def _exchange_heads(q: Tensor, k: Tensor, v: Tensor, ulysses: str) -> tuple[Tensor, ...]:
-    """Whole sequences (of this rank of cp) of this rank's heads."""
-    group, kv_heads = lax.axis_size(ulysses), k.shape[_HEADS]
+def _exchange_heads(
+    q: Tensor, k: Tensor, v: Tensor, ulysses: str, group: int
+) -> tuple[Tensor, ...]:
+    """Whole sequences (of this rank of cp, or of its group) of this rank's heads."""
+    kv_heads = k.shape[_HEADS]
     repeats = group // math.gcd(group, kv_heads)
     if repeats > 1:  # just enough for every rank to have one
         k, v = (x.repeat_interleave(repeats, _HEADS) for x in (k, v))
-    return tuple(lax.all_to_all(x, ulysses, _HEADS, _SEQ, tiled=True) for x in (q, k, v))
+    return tuple(group_all_to_all(x, ulysses, group, _HEADS, _SEQ) for x in (q, k, v))
 
 
 def _mask_inputs(
@@ -708,6 +791,7 @@ def _mask_inputs(
     segments: Tensor | None,
     window: int | Tensor,
     ulysses: str,
+    group: int,
 ) -> MaskInputs:
     """The integers of this rank's tokens and of those of every step's source."""
     given: dict[str, Tensor] = {}
@@ -716,17 +800,17 @@ def _mask_inputs(
     has_window = isinstance(window, Tensor) or window > 0
     if has_window and positions is not None and positions.dim() == 2:
         given["positions"] = positions
-    found = {name: _from_sources(ring, x, ulysses) for name, x in given.items()}
+    found = {name: _from_sources(ring, x, ulysses, group) for name, x in given.items()}
     if has_window and "positions" not in found:
         found["positions"] = [_places(ring, step, q.device) for step in (0, *ring.steps)]
     return MaskInputs(found.get("segments", []), found.get("positions", []), window)
 
 
-def _from_sources(ring: Ring, x: Tensor, ulysses: str) -> list[Tensor]:
-    x = lax.all_gather(x.to(torch.int32), ulysses, axis=_SEQ, tiled=True)
+def _from_sources(ring: Ring, x: Tensor, ulysses: str, group: int) -> list[Tensor]:
+    x = group_all_gather(x.to(torch.int32), ulysses, group, _SEQ)
     if ring.size == 1:
         return [x]
-    if ring.kind == "ring":
+    if ring.kind == "ring" or ring.by_step:
         return [x, *(ring.shift(x, step) for step in ring.steps)]
     everywhere, rank = lax.all_gather(x, ring.axis), ring.rank()
     sources = [compat.constant((rank - step) % ring.size, x.device) for step in ring.steps]

@@ -676,6 +676,7 @@ def dropout(
     rows: Int[Tensor, " batch"],
     stream: P,
     positions: Int[Tensor, " whole_seq"] | None = None,
+    places: Int[Tensor, "batch whole_seq"] | None = None,
 ) -> Float[Tensor, "batch seq *features"]:
     """y = x * mask / (1 - rate), mask ~ Bernoulli(1 - rate) (Srivastava et al. 2014).
 
@@ -688,6 +689,8 @@ def dropout(
         rate: the fraction dropped; 0 is the identity.
         rows: int64, the index of each sample within the global batch.
         positions: as in `stream_positions`, of places in the sample and not in its documents.
+        places: of tokens in the whole batch, sample after sample, where their order is another;
+            `rows` and `positions` are then not read.
 
     Raises:
         ValueError: the rate is not in [0, 1).
@@ -696,9 +699,15 @@ def dropout(
         raise ValueError(f"dropout: got rate={rate}; wanted at least 0 and below 1")
     if key is None or rate == 0:
         return x
-    seq = uneven_length(stream) or x.shape[SEQ_DIM] * lax.axis_size(sequence_axes(stream))
-    # the batch size does not enter the numbers: the first dim is the slowest of the counter
-    shape = (x.shape[0], seq, *x.shape[SEQ_DIM + 1 :])
-    index = (rows, stream_positions(x, stream, positions), *[None] * (x.dim() - 2))
-    keep = random.bernoulli(key, 1 - rate, shape, index=index)
+    # the size of the first dim does not enter the numbers: it is the slowest of the counter
+    if places is not None:
+        lead = (stream_positions(x, stream, places).flatten(),)
+        shape = (lead[0].shape[0],)
+    else:
+        lead = (rows, stream_positions(x, stream, positions))
+        seq = uneven_length(stream) or x.shape[SEQ_DIM] * lax.axis_size(sequence_axes(stream))
+        shape = (x.shape[0], seq)
+    features = x.shape[SEQ_DIM + 1 :]
+    index = (*lead, *[None] * len(features))
+    keep = random.bernoulli(key, 1 - rate, (*shape, *features), index=index).view(x.shape)
     return torch.where(keep, x / (1 - rate), torch.zeros((), dtype=x.dtype, device=x.device))

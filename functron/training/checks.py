@@ -106,6 +106,12 @@ _PIPELINE = Need(lambda c: _axis(c, "pp") > 1, "pp in the mesh", "add pp=N")
 _SPLIT_SEQUENCES = Need(
     lambda c: _axis(c, "cp") > 1, "cp in the mesh, which splits sequences", "add cp=N"
 )
+_SHARED_SEQUENCES = dataclasses.replace(
+    _SPLIT_SEQUENCES,
+    holds=lambda c: (
+        _axis(c, "cp") > 1 or (c.parallelism.context == "dynamic" and _axis(c, "ulysses") > 1)
+    ),
+)
 
 
 def _unless_usual(path: str, need: Need) -> Need:
@@ -123,7 +129,7 @@ TRAIN_NEEDS: Needs = MappingProxyType({
     **dict.fromkeys(("timeout_seconds", "check_programs"), _PROCESSES),
     **dict.fromkeys(("chunks", "layout", "vocab_over_pp"), _PIPELINE),
     "schedule": _unless_usual("schedule", _PIPELINE),
-    "context": _unless_usual("context", _SPLIT_SEQUENCES),
+    "context": _unless_usual("context", _SHARED_SEQUENCES),
     "expert_axes": _unless_usual(
         "expert_axes",
         Need(lambda c: c.gpt.moe is not None, "experts", "choose a model with some"),

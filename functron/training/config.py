@@ -96,8 +96,9 @@ class ParallelismConfig:
         sequence_parallel: split the residual stream's sequence over tp.
         context: attention over cp, whose ranks split sequences: ring: keys and values go round;
             gather: every rank gathers them; dynamic: documents of packed samples are dealt to as
-            many ranks of cp as it takes to balance them, anew in every step, and keys go round
-            among these alone. (Ranks of ulysses exchange heads for sequence.)
+            many ranks as it takes to balance them, anew in every step, and keys go round among
+            these alone; dynamic-gather: they gather them. (Ranks of ulysses exchange heads for
+            sequence, under dynamic as many as a document is dealt to.)
         zigzag: give each rank of cp an early and a late part of every sequence, which balances
             causal attention.
         expert_axes: axes that shard experts: ep; or ep,tp with sequence_parallel, for whole experts
@@ -124,7 +125,7 @@ class ParallelismConfig:
     mesh: str = setting("", "common shapes step")
     nproc: int = setting(0, "common step", least=0)
     sequence_parallel: bool = setting(False, "common step")
-    context: Literal["ring", "gather", "dynamic"] = setting("ring", "step")
+    context: Literal["ring", "gather", "dynamic", "dynamic-gather"] = setting("ring", "step")
     zigzag: bool = setting(True, "step")
     expert_axes: str = setting("ep", "shapes step")
     uneven: str = setting("", "shapes step")

@@ -2,13 +2,18 @@
 
 Which ranks have which documents follows from the lengths of all documents of a step
 (`functron.data.deal`), so that every process knows it without asking; each reads the whole batch
-for it, and keeps its part. How many ranks exchange keys differs between steps, and with it the
-program: a batch says it in a leaf of its own, and `by_signature` takes the step that was made for
-it. There are few such programs, as shapes are few, and where steps are compiled all are compiled
-before the first.
+for it, and keeps its part. How many ranks share documents, the degree, differs between steps, and
+with it the program: a batch says it in a leaf of its own, and `by_signature` takes the step that
+was made for it. There are few such programs, as shapes are few, and where steps are compiled all
+are compiled before the first.
+
+Ranks share documents as they share samples without it: keys go round among ranks of cp, or are
+gathered (``dynamic-gather``), and ranks of ulysses exchange heads; with both in the mesh, documents
+go to some ranks of ulysses, to all, or to all of several ranks of cp.
 
 The numbers of a step are those of the same samples without it, to rounding: what documents hold
-and predict stays, and only the order of tokens changes. What depends on that order is refused
+and predict stays, and only the order of tokens changes. What is drawn at random goes by the place
+of a token in its sample, which the batch brings. What depends on that order is refused
 (`deal_problems`).
 """
 
@@ -16,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,23 +34,28 @@ from functron.data.context_schedule import (
     ContextDeal,
     deal,
     list_deals,
-    list_ring_sizes,
+    list_degrees,
 )
 from functron.models.options import Batch
-from functron.spmd import DATA_AXES, BoundMesh, Mesh
+from functron.spmd import CONTEXT_AXES, DATA_AXES, BoundMesh, Mesh
 from functron.training.loop import At, LoopHook
 
-RING_SIZE = "ring_size"
-"""The leaf of a dealt batch that says how many ranks exchange keys: int64 ``[rows]``, all equal."""
+DEGREE = "degree"
+"""The leaf of a dealt batch that says how many ranks share documents: int64 ``[rows]``, all equal.
+
+They are ``exchange_size * ring_size`` ranks of ulysses and cp (`split_degree`)."""
+
+PLACES = "places"
+"""The leaf that says where tokens were in the samples, where numbers are drawn by it."""
 
 CHECKSUM = "checksum"
 """The leaf that says what was dealt: int64 ``[rows]``, whose sum is the checksum of the samples."""
 
-HOST_LEAVES = (RING_SIZE, CHECKSUM)
+HOST_LEAVES = (DEGREE, CHECKSUM)
 """Leaves of a dealt batch that the host reads, and steps do not get."""
 
-DYNAMIC = "dynamic"
-"""The word of `functron.training.config.ParallelismConfig.context` for all of this."""
+DYNAMIC = ("dynamic", "dynamic-gather")
+"""The words of `functron.training.config.ParallelismConfig.context` for all of this."""
 
 
 class BySignature:
@@ -88,12 +98,18 @@ def map_steps(step: Callable, wrap: Callable[[Callable], Callable]) -> Callable:
     return BySignature(lambda signature: wrap(step.of(signature)), step._split)
 
 
-def split_ring_size(batch: Batch) -> tuple[int, Batch]:
-    """The ring size of a dealt batch, and the rest of it; 0 of one whose samples are as drawn."""
-    if RING_SIZE not in batch:
+def take_degree(batch: Batch) -> tuple[int, Batch]:
+    """The degree of a dealt batch, and the rest of it; 0 of one whose samples are as drawn."""
+    if DEGREE not in batch:
         return 0, batch
     rest = {name: leaf for name, leaf in batch.items() if name not in HOST_LEAVES}
-    return int(batch[RING_SIZE][0]), rest
+    return int(batch[DEGREE][0]), rest
+
+
+def split_degree(degree: int, mesh: Mesh | BoundMesh) -> tuple[int, int]:
+    """Of so many ranks, how many of cp exchange keys, and how many of ulysses heads."""
+    exchange = min(degree, mesh["ulysses"])
+    return degree // exchange, exchange
 
 
 @dataclass(frozen=True)
@@ -101,24 +117,28 @@ class Dealer:
     """Deals the documents of a run's batches.
 
     Attributes:
-        cp: ranks that share documents.
+        cp, ulysses: ranks that share documents, by their keys and by their heads.
         parts: ranks that split batches by samples.
         microbatches: of each of these.
+        stages: of the pipeline.
         multiple: a rank's tokens are divided by so many other ranks.
         seq: tokens of a sample.
         costs: of documents.
-        sent_bytes: what a rank sends in a step for each token whose keys and values it sends in a
-            layer's forward.
+        sizes: of what ranks send for a token.
+        draws: whether steps draw random numbers for tokens, by their places in samples.
         notes: of steps whose batches were made, what their records will say.
     """
 
     cp: int
+    ulysses: int
     parts: int
     microbatches: int
+    stages: int
     multiple: int
     seq: int
     costs: ContextCosts
-    sent_bytes: float
+    sizes: _TokenBytes
+    draws: bool
     notes: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
 
     def deal(self, step: int, batch: Batch, checksum: int) -> dict[str, torch.Tensor]:
@@ -129,27 +149,66 @@ class Dealer:
             batch: as drawn.
             checksum: of that, of 64 bits: what was learned from does not depend on the deal.
         """
-        shared = {"parts": self.parts, "microbatches": self.microbatches}
-        made = deal(batch, self.cp, **shared, multiple=self.multiple, costs=self.costs)
+        shape = {**self._shape, "stages": self.stages, "costs": self.costs}
+        made = deal(batch, self.cp, **shape)
         self.notes[step] = self._describe(made)
-        ring, sums = (torch.zeros_like(made.batch["rows"]) for _ in HOST_LEAVES)
+        degree, sums = (torch.zeros_like(made.batch["rows"]) for _ in HOST_LEAVES)
+        degree += made.ring_size * made.exchange_size
         sums[0] = checksum - 2**64 if checksum >= 2**63 else checksum
-        return {**made.batch, RING_SIZE: ring + made.ring_size, CHECKSUM: sums}
+        places = {PLACES: made.places} if self.draws else {}
+        return {**made.batch, **places, DEGREE: degree, CHECKSUM: sums}
+
+    @property
+    def _shape(self) -> dict[str, Any]:
+        shared = {"parts": self.parts, "microbatches": self.microbatches}
+        return {**shared, "ulysses": self.ulysses, "multiple": self.multiple}
 
     def _describe(self, made: ContextDeal) -> dict[str, Any]:
+        sent = self.sizes.of_step(made.sent, made.exchanged, made.exchange_size)
+        static = self.sizes.of_step(made.static_sent, made.static_exchanged, self.ulysses)
         return {
             "ring_size": made.ring_size,
+            **({"exchange_size": made.exchange_size} if self.ulysses > 1 else {}),
             "tokens_per_rank": made.tokens_per_rank,
+            "padding": round(made.padding, 6),
             "idle": round(made.idle, 6),
             "static_idle": round(made.static_idle, 6),
-            "sent_bytes": round(made.sent * self.sent_bytes),
-            "static_sent_bytes": round(made.static_sent * self.sent_bytes),
+            "sent_bytes": sent,
+            "static_sent_bytes": static,
         }
 
     def list_programs(self, global_batch: int) -> list[tuple[int, int]]:
-        """Every ring size, and every number of a rank's tokens in a row, of such batches."""
-        shared = {"parts": self.parts, "microbatches": self.microbatches}
-        return list_deals(self.cp, self.seq, global_batch, **shared, multiple=self.multiple)
+        """Every degree, and every number of a rank's tokens in a row, of such batches."""
+        found = list_deals(self.cp, self.seq, global_batch, **self._shape)
+        return [(ring * exchange, tokens) for ring, exchange, tokens in found]
+
+
+@dataclass(frozen=True)
+class _TokenBytes:
+    """Bytes that ranks of a model send for tokens in a step, without what is computed again.
+
+    Attributes:
+        keys: bytes of a token's keys and values in all layers of a rank, with all of its heads.
+        others: of its queries and results.
+        kv_heads: of a rank, in a layer.
+        back: bytes that go back, and round a second time, for each of keys that went round.
+    """
+
+    keys: float
+    others: float
+    kv_heads: int
+    back: float
+
+    def copies(self, exchange: int) -> int:
+        """How often keys are sent, so that each of so many ranks has a head."""
+        return exchange // math.gcd(exchange, self.kv_heads)
+
+    def of_step(self, sent: float, exchanged: float, exchange: int) -> int:
+        """Bytes, of tokens whose keys travel, and of those whose heads are sent to others."""
+        keys = self.keys * self.copies(exchange)
+        return round(
+            sent * keys / exchange * (1 + self.back) + exchanged * (keys + self.others) * 2
+        )
 
 
 def make_dealer(config: Any, mesh: Mesh | BoundMesh) -> Dealer | None:
@@ -159,64 +218,76 @@ def make_dealer(config: Any, mesh: Mesh | BoundMesh) -> Dealer | None:
         ValueError: what `deal_problems` finds.
     """
     ranks = config.parallelism
-    if ranks.context != DYNAMIC or mesh["cp"] == 1:
+    if not _is_dealt(config, mesh):
         return None
     raise_problems("documents cannot be dealt to ranks", deal_problems(config, mesh))
-    split = mesh["tp"] if ranks.sequence_parallel else 1
-    width = _key_bytes(config, mesh)
+    sizes, group = _measure_tokens(config, mesh), mesh["ulysses"]
+    keys = sizes.keys * sizes.copies(group)
     flops = config.family.flops_per_token(config.architecture, 1)
     of_pairs = config.family.flops_per_token(config.architecture, config.data.seq) - flops
     usual, pairs = ContextCosts(), max((config.data.seq - 1) / 2, 1)
     # of the layer that the usual costs are of: 4 KiB are sent while 436 MFLOP take 1 / exchange
-    exchange = usual.exchange * (width * mesh["tp"] / 4096) / (flops / 3 / 436e6)
+    of_byte = usual.exchange * (mesh["tp"] / 4096) / (flops / 3 / 436e6)
     return Dealer(
         cp=mesh["cp"],
+        ulysses=group,
         parts=math.prod(mesh[axis] for axis in DATA_AXES),
         microbatches=ranks.microbatches,
-        multiple=mesh["ulysses"] * split,
+        stages=mesh["pp"],
+        multiple=mesh["tp"] if ranks.sequence_parallel else 1,
         seq=config.data.seq,
-        costs=ContextCosts(1.0, of_pairs / pairs / flops, exchange),
-        # keys and values twice, and their cotangents, which are float32 at least
-        sent_bytes=width * (2 + max(1.0, 4 / config.architecture.torch_dtype.itemsize)),
+        costs=ContextCosts(
+            1.0, of_pairs / pairs / flops, of_byte * keys, of_byte * (keys + sizes.others)
+        ),
+        sizes=sizes,
+        draws=config.gpt.random,
     )
 
 
-def _key_bytes(config: Any, mesh: Mesh | BoundMesh) -> float:
-    """Bytes of a token's keys and values in all layers of a rank, forward."""
-    model, tp, group = config.gpt, mesh["tp"], mesh["ulysses"]
-    heads, width = max(model.kv_heads // tp, 1), 2 * model.head_size
+def _measure_tokens(config: Any, mesh: Mesh | BoundMesh) -> _TokenBytes:
+    model, tp = config.gpt, mesh["tp"]
+    heads, kv_heads, q, k, v = (
+        model.num_heads // tp,
+        max(model.kv_heads // tp, 1),
+        *[model.head_size] * 3,
+    )
     if model.kv_rank:
-        heads = model.num_heads // tp
-        width = model.head_size + model.rope_head_dim + model.v_head_dim
-    layers = (model.num_layers + model.mtp_depth) / mesh["pp"]
-    return layers * heads * width * model.torch_dtype.itemsize / math.gcd(group, heads)
+        kv_heads, q, v = heads, model.head_size + model.rope_head_dim, model.v_head_dim
+        k = q
+    size = model.torch_dtype.itemsize
+    of_layers = size * (model.num_layers + model.mtp_depth) / mesh["pp"]
+    # keys that go round do so again in backward, with cotangents, which are float32 at least;
+    # those that were gathered are kept
+    back = 1.0 if config.parallelism.context == "dynamic-gather" else 1 + max(1.0, 4 / size)
+    return _TokenBytes(of_layers * kv_heads * (k + v), of_layers * heads * (q + v), kv_heads, back)
+
+
+def _is_dealt(config: Any, mesh: Mesh | BoundMesh) -> bool:
+    return config.parallelism.context in DYNAMIC and mesh["cp"] * mesh["ulysses"] > 1
 
 
 def deal_problems(config: Any, mesh: Mesh | BoundMesh) -> Iterator[Problem]:
     """Settings that do not go with documents that are dealt to ranks."""
-    if config.parallelism.context != DYNAMIC or mesh["cp"] == 1:  # which is said elsewhere
+    if not _is_dealt(config, mesh):  # which is said elsewhere
         return
-    path, got = "context", DYNAMIC
+    path, got = "context", config.parallelism.context
     if not config.data.packed:
         fix = "add --pack best-fit, or --mask-documents"
         yield Problem(path, f"{got} without packing", "samples of several documents", fix)
-    if not config.parallelism.zigzag:
+    if not config.parallelism.zigzag and mesh["cp"] > 1:
         wanted = "an early and a late part of every document on each of its ranks"
         yield Problem("zigzag", f"false with context={got}", wanted, "leave it out")
     if config.compute.cuda_graph:
         wanted = "one program, whose memory the state stays in"
         yield Problem("cuda_graph", f"true with context={got}", wanted, "leave it out")
-    model, order = config.gpt, "numbers that do not depend on the order of tokens"
-    if model.dropout:
-        yield Problem("gpt.dropout", f"{model.dropout:g} with context={got}", order, "set it to 0")
-    moe = model.moe
+    moe = config.gpt.moe
     if moe is None:
         return
     few = config.parallelism.microbatches == 1
     for name, wrong, fix in (
-        ("jitter", moe.jitter > 0, "set it to 0"),
         ("capacity_factor", moe.capacity_factor > 0, "set it to 0, which drops no token"),
         ("routing", moe.routing != "top_k", "choose top_k"),
+        ("balance_by", moe.balance_bias and moe.balance_by == "quantile", "choose sign"),
         ("aux", moe.aux_loss and moe.aux == "sequence", "choose batch"),
         ("aux", moe.aux_loss and moe.aux == "batch" and not few, "set microbatches to 1"),
     ):
@@ -266,13 +337,16 @@ def compile_steps(run: Any, state: Any, batch: Batch) -> None:
     whole = not isinstance(run.mesh, BoundMesh)
     rows = dealer.microbatches * (dealer.parts if whole else 1)
     for size in dict.fromkeys(run.batches.sizes):
-        for ring, tokens in dealer.list_programs(size):
-            made = step.of(ring)
+        for degree, tokens in dealer.list_programs(size):
+            made = step.of(degree)
             if isinstance(made, Jitted):
-                columns = tokens * dealer.cp if whole else tokens // run.mesh["ulysses"]
+                columns = tokens * (dealer.cp * dealer.ulysses if whole else 1)
+                like = take_degree(batch)[1]
+                names = replace(run.setup, degree=degree).batch_specs
+                shapes = {n: like.get(n, like["tokens"]) for n in names}
                 made.compile(state, {
                     name: leaf.new_zeros((rows, columns)[: leaf.dim()])
-                    for name, leaf in split_ring_size(batch)[1].items()
+                    for name, leaf in shapes.items()
                 })  # fmt: skip
 
 
@@ -281,12 +355,14 @@ def introduce_deals(run: Any) -> Sequence[str]:
     dealer = run.setup.dealer
     if dealer is None:
         return ()
-    rings = list_ring_sizes(dealer.cp)[::-1]
+    degrees = [ring * exchange for ring, exchange in list_degrees(dealer.cp, dealer.ulysses)]
+    axes = ((axis, run.mesh[axis]) for axis in CONTEXT_AXES)
+    ranks = ",".join(f"{axis}={size}" for axis, size in axes if size > 1)
     count = len({x for size in run.batches.sizes for x in dealer.list_programs(size)})
     when = "made as they are first needed"
     if run.setup.is_compiled and run.setup.rank is None:
         when = "all compiled before the first step"
     return [
-        f"deal   documents go to {', '.join(map(str, rings))} of cp={dealer.cp} ranks by their "
+        f"deal   documents go to {', '.join(map(str, degrees))} of {ranks} ranks by their "
         f"cost, padded by at most {SLACK[-1]:.1%} of a row: up to {count} programs, {when}"
     ]

@@ -64,7 +64,7 @@ from functron.spmd.params import (
 from functron.spmd.spec import validate, without_axes
 from functron.training.config import TrainConfig
 from functron.training.data import target_length
-from functron.training.dealing import Dealer, by_signature, make_dealer, split_ring_size
+from functron.training.dealing import Dealer, by_signature, make_dealer, split_degree, take_degree
 from functron.training.rooms import is_too_full
 from functron.training.step import (
     State,
@@ -149,15 +149,15 @@ class RunSetup:
         whole_defs: the definitions of the model's parameters, with those of LoRA where it has any.
         learned_room: what steps have for rows of experts, of `functron.nn.moe.room.ROOMS`, in place
             of compute.expert_room; None: that.
-        ring_size: steps are for batches whose documents were dealt, each to at most so many ranks;
-            0: for samples as they are drawn; None: for both, as batches say.
+        degree: steps are for batches whose documents were dealt, each to at most so many ranks; 0:
+            for samples as they are drawn; None: for both, as batches say.
     """
 
     config: TrainConfig
     mesh: Mesh | BoundMesh
     whole_defs: dict
     learned_room: float | None = None
-    ring_size: int | None = None
+    degree: int | None = None
 
     # --- the model
 
@@ -237,9 +237,10 @@ class RunSetup:
     def context(self) -> gpt.Context:
         """How attention reaches across the ranks that split sequences."""
         ranks = self.config.parallelism
-        if self.ring_size:
-            return gpt.Context(order="balanced", ring_size=self.ring_size)
-        kind = "gather" if ranks.context == "gather" else "ring"
+        kind = "gather" if ranks.context.endswith("gather") else "ring"
+        if self.degree:
+            ring, exchange = split_degree(self.degree, self.mesh)
+            return gpt.Context(kind, "balanced", ring, exchange)
         return gpt.Context(kind, "zigzag" if ranks.zigzag else "contiguous")
 
     @cached_property
@@ -275,7 +276,8 @@ class RunSetup:
     @property
     def batch_specs(self) -> dict[str, P]:
         """The specs of a batch."""
-        return gpt.batch_specs(packed=self.config.data.packed)
+        dealt = bool(self.degree) and self.dealer is not None and self.dealer.draws
+        return gpt.batch_specs(packed=self.config.data.packed, dealt=dealt)
 
     # --- the pipeline
 
@@ -662,10 +664,10 @@ class RunSetup:
         self, layers: optim.Layers | None, *, idle: bool = False, whole: bool = False
     ) -> Callable:
         """The step, of one program if it is to be `whole`, which then has room enough."""
-        if self.dealer is not None and self.ring_size is None:
+        if self.dealer is not None and self.degree is None:
             return by_signature(
-                lambda ring: replace(self, ring_size=ring)._step(layers, idle=idle, whole=whole),
-                split_ring_size,
+                lambda degree: replace(self, degree=degree)._step(layers, idle=idle, whole=whole),
+                take_degree,
             )
         watch = layers is not None
         compiled = self.is_compiled and not idle
@@ -791,7 +793,7 @@ class RunSetup:
         if config.data.packed:
             batch |= {"positions": tokens, "segments": tokens}
         state = self.init(random.key(config.seed).to("meta"))
-        drawn = self if self.dealer is None else replace(self, ring_size=0)
+        drawn = self if self.dealer is None else replace(self, degree=0)
         return trace(drawn._step(None, whole=True), donate=0)(state, batch)
 
 

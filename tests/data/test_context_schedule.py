@@ -337,6 +337,32 @@ def test_ranks_of_dp_may_have_plans_of_their_own():
     check_equal(CONFIGS["full"], TEXTS, batch, Mesh(dp=2, cp=2), context)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "config", "kind", "sizes"),
+    [
+        (Mesh(cp=4), "window", "gather", (2, 1)),
+        (Mesh(cp=4, tp=2), "mixed", "gather", (2, 1)),
+        (Mesh(cp=2, ulysses=2), "ahead", "gather", (2, 1)),
+        (Mesh(ulysses=4), "window", "ring", 2),
+        (Mesh(ulysses=4), "mixed", "ring", 2),
+        (Mesh(ulysses=4), "ahead", "ring", 1),
+        (Mesh(cp=2, ulysses=2, tp=2), "mixed", "ring", 1),
+        (Mesh(dp=2, ulysses=2), "full", "ring", 1),
+    ],
+    ids=str,
+)
+def test_some_ranks_gather_keys_or_exchange_heads(mesh, config, kind, sizes):
+    ranks, shape = mesh["cp"], {"multiple": mesh["ulysses"], "rows": mesh["dp"]}
+    if isinstance(sizes, int):  # groups of so many ranks, dealt to as one
+        ranks, shape["multiple"] = mesh["cp"] * mesh["ulysses"] // sizes, sizes
+    plan = schedule(
+        TEXTS, ranks, **shape, costs=STEEP, sizes=(1,) if isinstance(sizes, int) else sizes
+    )
+    exchange = sizes if isinstance(sizes, int) else mesh["ulysses"]
+    context = gpt.Context(kind, "balanced", plan.ring_size, exchange)
+    check_equal(CONFIGS[config], TEXTS, arrange(texts(TEXTS), plan), mesh, context)
+
+
 @pytest.mark.parametrize("kind", ["ring", "gather"])
 def test_larger_rings_give_the_same(kind):
     plan = schedule(TEXTS, 4, costs=STEEP, sizes=(2, 1))
@@ -359,7 +385,7 @@ def test_deals_have_few_shapes_and_lose_no_target(lengths, cp, parts, microbatch
     shape = {"parts": parts, "microbatches": microbatches, "multiple": multiple}
     made = deal(packed, cp, **shape, costs=STEEP)
     shapes = list_deals(cp, seq, len(packed["tokens"]), **shape)
-    assert (made.ring_size, made.tokens_per_rank) in shapes
+    assert (made.ring_size, made.exchange_size, made.tokens_per_rank) in shapes
     assert made.batch["tokens"].shape == (rows, cp * made.tokens_per_rank)
     assert made.time <= made.static_time
     assert int(made.batch["positions"].max()) < seq

@@ -249,7 +249,7 @@ def test_needed_steps():
     ("options", "message"),
     [
         ({"ring_size": 3}, "a divisor of the 4 ranks of 'cp'"),
-        ({"kind": "gather", "ring_size": 2}, 'use kind="ring"'),
+        ({"exchange_size": 2}, "a divisor of the 1 ranks of 'ulysses'"),
         ({"window": -1}, "0 for no window"),
         ({"pairs": torch.ones(1, 4, 4, dtype=torch.bool)}, "in order"),
         ({"window": 2, "causal": False}, "leave a window out"),

@@ -27,12 +27,12 @@ from functron.training import run as runs
 from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure
 from functron.training.data import open_samples
-from functron.training.dealing import RING_SIZE, by_signature
+from functron.training.dealing import PLACES, by_signature
 from functron.training.run import prepare
 from functron.training.train import train
 from tests.data.chats import corpus, make_tokenizer, write_lines
+from tests.training.packed_steps import TOLERANCE, check_step
 
-TOLERANCE = 1e-10
 SEQ, BATCH = 32, 4
 MODEL = gpt.GPTConfig(
     vocab_size=300, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24,
@@ -97,68 +97,108 @@ def one_by_one(config: TrainConfig):
     return weights, value, grads
 
 
-def check_step(config: TrainConfig, mesh: str, **options) -> int:
-    """One step of a run against `one_by_one`; how many ranks exchange keys."""
-    run = prepare(configure(config, mesh=mesh, **options), Mesh.parse(mesh))
-    before = tree.map(torch.clone, run.state.params)
-    weights, value, grads = one_by_one(config)
-    assert all(map(torch.equal, tree.leaves(before), tree.leaves(weights)))
-    batch = run.batch(0)
-    state, metrics = run.step(run.state, batch)
-    assert abs(float(metrics["loss"]) - float(value)) <= TOLERANCE * float(value)
-    rows = zip(tree.paths(grads), *map(tree.leaves, (before, state.params, grads)), strict=True)
-    for path, old, new, wanted in rows:
-        assert wanted.abs().max() > 0, path
-        error = (old - new - wanted).abs().max() / wanted.abs().max()
-        assert error <= TOLERANCE, f"{path}: {error}"
-    return int(batch[RING_SIZE][0]) if RING_SIZE in batch else 0
-
-
 CONTEXTS = {
     "ring": {},
     "gather": {"context": "gather"},
     "contiguous": {"zigzag": False},
     "dynamic": DYNAMIC,
+    "dynamic gather": {"context": "dynamic-gather"},
 }
+RANKS = [
+    ("cp=4", {}),
+    ("cp=4,tp=2", {"sequence_parallel": True, "microbatches": 2}),
+    ("cp=4,pp=2", {"microbatches": 4}),
+]
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        ("cp=4", {}),
-        ("cp=4,tp=2", {"sequence_parallel": True, "microbatches": 2}),
-        ("cp=4,pp=2", {"microbatches": 4}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("mesh", "options"), RANKS, ids=str)
 def test_packed_documents_have_the_same_gradients_in_every_context(config, mesh, options, context):
-    check_step(config, mesh, **options, **CONTEXTS[context])
+    check_step(config, mesh, one_by_one(config), **options, **CONTEXTS[context])
+
+
+@pytest.mark.parametrize("context", [{}, DYNAMIC, {"context": "dynamic-gather"}], ids=str)
+@pytest.mark.parametrize("ranks", ["ulysses=4", "cp=2,ulysses=2"])
+@pytest.mark.parametrize(("mesh", "options"), RANKS, ids=str)
+@pytest.mark.pairwise
+def test_so_they_have_where_heads_are_exchanged(config, mesh, options, ranks, context):
+    if context.get("context") == "dynamic-gather" and "cp" not in ranks:
+        context = DYNAMIC  # there are no keys to gather
+    model = replace(MODEL, num_heads=8, num_kv_heads=2)  # with tp=2, keys are sent four times
+    config = replace(config, gpt=model)
+    mesh = mesh.replace("cp=4", ranks)
+    check_step(config, mesh, one_by_one(config), **options, **context)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_may_be_dealt(config, model):
-    check_step(replace(config, gpt=MODELS[model]), "dp=2,cp=4", microbatches=2, **DYNAMIC)
+    config = replace(config, gpt=MODELS[model])
+    for mesh in ("dp=2,cp=4", "dp=2,ulysses=4"):
+        check_step(config, mesh, one_by_one(config), microbatches=2, **DYNAMIC)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("cp=4", {"microbatches": 2}),
+        ("cp=2,tp=2", {"sequence_parallel": True}),
+        ("ulysses=2,pp=2", {"microbatches": 4}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "draws",
+    [{"dropout": 0.2}, {"dropout": 0.2, "mtp_depth": 1}, {"moe": replace(EXPERTS, jitter=0.1)}],
+    ids=str,
+)
+@pytest.mark.pairwise
+def test_what_is_drawn_goes_by_the_places_of_tokens_in_their_samples(config, mesh, options, draws):
+    if "moe" in draws:
+        draws = {"moe": replace(draws["moe"], aux_loss=0.0)}  # which microbatches change
+    config = replace(config, gpt=replace(MODEL, **draws))
+    (before, alone, loss), (_, dealt, found) = (
+        first_step(configure(config, **given))
+        for given in ({}, {"mesh": mesh, **options, **DYNAMIC})
+    )
+    assert found == pytest.approx(loss, rel=TOLERANCE)
+    for path, old, one, other in zip(
+        tree.paths(before), *map(tree.leaves, (before, alone, dealt)), strict=True
+    ):
+        assert (one - other).abs().max() <= TOLERANCE * (one - old).abs().max(), path
+    # with the numbers of another seed it is another step
+    assert first_step(configure(config, seed=1))[2] != pytest.approx(loss, rel=TOLERANCE)
+
+
+def first_step(config: TrainConfig):
+    """Parameters before and after it, and its loss."""
+    mesh = config.parallelism.mesh
+    run = prepare(config, Mesh.parse(mesh))
+    before, batch = tree.map(torch.clone, run.state.params), run.batch(0)
+    assert (PLACES in batch) == bool(mesh)
+    state, metrics = run.step(run.state, batch)
+    return before, state.params, float(metrics["loss"])
 
 
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
         ("fsdp=2,cp=4", {"zero": 1}),
-        ("cp=2,ulysses=2", {}),
+        ("fsdp=2,cp=2,ulysses=2", {}),
+        ("ulysses=3", {"seq": 33, "num_heads": 6, "head_dim": 4}),
         ("cp=3", {"seq": 36}),
         ("dp=2,cp=4", {"zero": 2, "microbatches": 2}),
     ],
     ids=str,
 )
 def test_so_has_every_mesh(config, mesh, options):
-    given = {name: options.pop(name) for name in ("seq",) if name in options}
-    if given:
-        config = configure(config, **given, gpt=replace(MODEL, max_seq=given["seq"]))
-    check_step(config, mesh, **options, **DYNAMIC)
+    if "seq" in options:
+        more = {name: x for name, x in options.items() if name != "seq"}
+        model = replace(MODEL, max_seq=options["seq"], **more)
+        config, options = configure(config, seq=options["seq"], gpt=model), {}
+    check_step(config, mesh, one_by_one(config), **options, **DYNAMIC)
 
 
-@pytest.mark.parametrize("mesh", ["ep=2,cp=4", "ep=2,cp=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["ep=2,cp=4", "ep=2,cp=2,tp=2", "ep=2,ulysses=4"])
 def test_experts_are_balanced_by_the_same_tokens(config, mesh):
     # a loss over all tokens of a batch: the numbers of a rank that has all of them
     config = replace(config, gpt=replace(MODEL, moe=EXPERTS))
@@ -180,7 +220,7 @@ def test_conversations_are_dealt_without_their_padding(config, tmp_path):
     file = write_lines(tmp_path / "chat.jsonl", corpus(24))
     model = replace(MODEL, max_seq=96)
     chat = configure(config, gpt=model, data=str(file), tokenizer=str(folder), seq=96)
-    check_step(chat, "cp=4", microbatches=2, **DYNAMIC)
+    check_step(chat, "cp=4", one_by_one(chat), microbatches=2, **DYNAMIC)
 
 
 def command(*options: object) -> int:
@@ -248,11 +288,16 @@ def test_records_say_what_it_saves(whole):
 
 def test_processes_compute_the_same(whole, tmp_path, in_processes):
     folder, _ = whole
-    cut_in_half(folder / "whole", tmp_path / "run")
-    in_processes(4, "train", "--resume", "--out", tmp_path / "run", "--mesh", "cp=4")
-    for found, wanted in zip(records(tmp_path / "run"), records(folder / "whole"), strict=True):
+    for name in ("here", "there"):
+        cut_in_half(folder / "whole", tmp_path / name)
+    other = ["--mesh", "cp=2,ulysses=2", "--context", "dynamic-gather"]
+    assert main(["train", "--resume", "--out", str(tmp_path / "here"), *other]) == 0
+    in_processes(4, "train", "--resume", "--out", tmp_path / "there", *other)
+    runs = (records(run) for run in (tmp_path / "there", tmp_path / "here", folder / "whole"))
+    for found, here, wanted in zip(*runs, strict=True):
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
-        assert (found["batch"], found["context"]) == (wanted["batch"], wanted["context"])
+        assert here["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert (found["batch"], found["context"]) == (wanted["batch"], here["context"])
 
 
 @pytest.mark.parametrize(
@@ -260,7 +305,7 @@ def test_processes_compute_the_same(whole, tmp_path, in_processes):
     [
         ({"pack": ""}, "context: got dynamic without packing; wanted samples of several documents"),
         ({"zigzag": False}, "zigzag: got false with context=dynamic"),
-        ({"gpt": replace(MODEL, dropout=0.1)}, "gpt.dropout: got 0.1 with context=dynamic"),
+        ({"mesh": "ulysses=4", "context": "dynamic-gather"}, "no effect; wanted cp in the mesh"),
         (
             {"gpt": replace(MODEL, moe=replace(EXPERTS, aux="sequence"))},
             "gpt.moe.aux: got sequence with context=dynamic",
@@ -272,7 +317,7 @@ def test_processes_compute_the_same(whole, tmp_path, in_processes):
         ({"gpt": replace(MODEL, moe=replace(EXPERTS, capacity_factor=2.0))}, "capacity_factor"),
         ({"mesh": "dp=4"}, "context: got 'dynamic', which has no effect; wanted cp in the mesh"),
         ({"seq": 28}, "seq: got 28; wanted a multiple of 8: cp=4 x 2 for zigzag"),
-        ({"mesh": "cp=2,ulysses=8"}, "8 ranks of 'ulysses'|multiple of.*ulysses"),
+        ({"mesh": "cp=2,ulysses=8"}, "num_heads: got 4; wanted a multiple of tp=1 x ulysses=8"),
     ],
     ids=str,
 )
@@ -308,7 +353,7 @@ def test_all_programs_are_compiled_before_the_first_step(config, monkeypatch):
 
     def look(at):
         counts.append(
-            sum(len(made) for ring in (1, 2) for made in run.step.of(ring)._made.values())
+            sum(len(made) for size in (1, 2) for made in run.step.of(size)._made.values())
         )
 
     history = train(run, None, also=lambda: nullcontext(lambda record: look(record))).history

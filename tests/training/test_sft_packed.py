@@ -11,22 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from functron import random, tree
+from functron import random
 from functron.cli.main import main
 from functron.data import Chat, PackedChat, Tokenizer
 from functron.data.sampling import shuffled
 from functron.models import gpt
 from functron.nn import IGNORE_INDEX
 from functron.optim import OptimizerConfig, ScheduleConfig
-from functron.spmd import Mesh
 from functron.spmd.params import init_params
 from functron.training import run_folder
 from functron.training.config import TrainConfig, configure
 from functron.training.data import open_samples
-from functron.training.run import prepare
 from tests.data.chats import corpus, make_tokenizer, messages, write_lines
+from tests.training.packed_steps import check_step
 
-TOLERANCE = 1e-10
 SEQ, BATCH = 96, 4
 MODEL = gpt.GPTConfig(
     vocab_size=300, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24,
@@ -83,24 +81,10 @@ def one_by_one(config: TrainConfig):
     return weights, value, grads
 
 
-def check_step(config: TrainConfig, mesh: str, **options) -> None:
-    """One step of `functron train` on packed conversations against `one_by_one`."""
-    run = prepare(configure(config, mesh=mesh, **options), Mesh.parse(mesh))
-    before = tree.map(torch.clone, run.state.params)
-    weights, value, grads = one_by_one(config)
-    assert all(map(torch.equal, tree.leaves(before), tree.leaves(weights)))
-    state, metrics = run.step(run.state, run.batch(0))
-    assert abs(float(metrics["loss"]) - float(value)) <= TOLERANCE * float(value)
-    rows = zip(tree.paths(grads), *map(tree.leaves, (before, state.params, grads)), strict=True)
-    for path, old, new, wanted in rows:
-        assert wanted.abs().max() > 0, path
-        error = (old - new - wanted).abs().max() / wanted.abs().max()
-        assert error <= TOLERANCE, f"{path}: {error}"
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_one_rank_has_the_losses_of_one_conversation_a_sample(config, model):
-    check_step(replace(config, gpt=MODELS[model]), "")
+    config = replace(config, gpt=MODELS[model])
+    check_step(config, "", one_by_one(config))
 
 
 @pytest.mark.parametrize(("mesh", "options"), [
@@ -110,7 +94,7 @@ def test_one_rank_has_the_losses_of_one_conversation_a_sample(config, model):
     ("", {"microbatches": 4, "loss_chunk_tokens": 32}),
 ], ids=str)  # fmt: skip
 def test_so_has_every_mesh(config, mesh, options):
-    check_step(config, mesh, **options)
+    check_step(config, mesh, one_by_one(config), **options)
 
 
 def test_conversations_stay_whole_and_each_comes_once(config):
