@@ -102,6 +102,7 @@ def draw(seed: int) -> Case:
     both += maybe(0.15, "--gpt.z-loss 1e-3")
     both += maybe(0.2, "--gpt.tied", "--gpt.qk-norm", "--gpt.bias", "--gpt.window 5")
     both += maybe(0.15, "--gpt.mtp-depth 1")
+    both += maybe(0.2, "--gpt.parallel-residual", "--gpt.residual-scale 0.5 --gpt.logit-scale 2.0")
     both += maybe(0.2, "--log-layers-every 2")
     both += maybe(0.2, "--split 90,10 --eval-every 2 --eval-batches 1")
     both += maybe(0.15, "--lora-rank 2 --lora-targets blocks/attention/q,blocks/attention/out")

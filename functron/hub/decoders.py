@@ -188,7 +188,8 @@ def llama(
     return tuple(entry for entry in found if entry is not None)
 
 
-NO_ATTENTION_BIAS = only("attention_bias", False, why="biases on attention alone")
+ATTENTION_BIAS = biases(mlp=False)
+"""Biases of attention, as ``attention_bias`` has it; feed-forward layers have none."""
 
 
 def _check_heads(config: GPTConfig) -> Iterator[Problem]:
@@ -398,13 +399,13 @@ QWEN2 = HubFormat(
     "qwen2",
     "Qwen2ForCausalLM",
     LLAMA_RULES,
-    (*llama(**_QWEN), _QWEN_WINDOW, biases("qkv_bias")),
+    (*llama(**_QWEN), _QWEN_WINDOW, biases(True, False, False)),
 )
 QWEN3 = HubFormat(
     "qwen3",
     "Qwen3ForCausalLM",
     LLAMA_RULES,
-    (*llama(**_QWEN, head_dim=128), fixed(qk_norm=True), _QWEN_WINDOW, NO_ATTENTION_BIAS),
+    (*llama(**_QWEN, head_dim=128), fixed(qk_norm=True), _QWEN_WINDOW, ATTENTION_BIAS),
 )
 PHI3 = HubFormat(
     "phi3",
@@ -427,14 +428,14 @@ GEMMA = HubFormat(
                act=activation("hidden_act", "gelu_pytorch_tanh", _GELUS)),
         only("hidden_activation", None, "gelu_pytorch_tanh", why="second activation"),
         _BIDIRECTIONAL,
-        NO_ATTENTION_BIAS,
+        ATTENTION_BIAS,
         fixed(zero_centered_norm=True),
         SCALED_EMBEDDING,
     ),
 )  # fmt: skip
 _GEMMAS = (
     _BIDIRECTIONAL,
-    NO_ATTENTION_BIAS,
+    ATTENTION_BIAS,
     fixed(sublayer_norms="both", zero_centered_norm=True),
     SCALED_EMBEDDING,
     _QUERY_SCALAR,
@@ -478,7 +479,7 @@ OLMO2 = HubFormat(
         *llama(vocab_size=50304, embed_dim=4096, mlp_dim=11008, num_layers=32, num_heads=32,
                num_kv_heads=None, max_seq=2048, norm_eps=1e-5),
         fixed(qk_norm=True, qk_norm_across=True, sublayer_norms="after"),
-        NO_ATTENTION_BIAS,
+        ATTENTION_BIAS,
         HEADS_DIVIDE,
     ),
 )  # fmt: skip
@@ -518,14 +519,14 @@ OLMO = HubFormat(
                num_kv_heads=None, max_seq=2048, norm_eps=None),
         _cap("clip_qkv", "qkv_clip", None),
         fixed(norm="bare_layer", norm_eps=1e-5),  # the latter in its code
-        NO_ATTENTION_BIAS,
+        ATTENTION_BIAS,
         HEADS_DIVIDE,
     ),
 )  # fmt: skip
 _GLMS = (
     *llama(**_GLM_SIZES, positions=rope(partial=0.5)),
     fixed(rope_pairs="neighbours"),
-    same("attention_bias", "qkv_bias", True),
+    biases(("attention_bias", True), False, False),
 )
 GLM = HubFormat("glm", "GlmForCausalLM", (*START, *NORMS, *ATTENTION, *_FUSED_MLP, *END), _GLMS)
 GLM4 = HubFormat(

@@ -334,6 +334,7 @@ class HubFormat:
             of them, of which the first is written, by the config and a config.json or {}.
         surplus: tensors that ours lack.
         describes: the file that describes the model, for messages.
+        aliases: other names of the same in ``model_type``; they are kept where a model has them.
     """
 
     model_type: str
@@ -350,6 +351,7 @@ class HubFormat:
     naming: Callable[[Any, Mapping[str, Any]], Sequence[Sequence[NameRule]]] | None = None
     surplus: Surplus | None = None
     describes: str = "config.json"
+    aliases: tuple[str, ...] = ()
 
     @property
     def looks_ahead(self) -> bool:

@@ -31,19 +31,20 @@ configuration has them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from functron.core.errors import Problem
 from functron.hub.decoders import (
     ATTENTION,
+    ATTENTION_BIAS,
     DENSE,
     END,
     GATED,
     LAYER,
     MLP,
-    NO_ATTENTION_BIAS,
     NORMS,
     START,
     llama,
@@ -58,6 +59,7 @@ from functron.hub.entries import (
     get_whole,
     is_a,
     only,
+    required,
     rope,
     same,
     window,
@@ -99,9 +101,7 @@ _FUSED = (
 def _rename_stack(stack: str, rules: Sequence[NameRule]) -> tuple[NameRule, ...]:
     """The rules of `blocks` for another stack of layers."""
     return tuple(
-        dataclasses.replace(
-            rule, paths=tuple(path.replace("blocks", stack, 1) for path in rule.paths)
-        )
+        replace(rule, paths=tuple(path.replace("blocks", stack, 1) for path in rule.paths))
         for rule in rules
     )
 
@@ -207,7 +207,7 @@ def experts(*settings: MixtureSetting, shared: str = "", **constants: Any) -> Hu
         if moe is None:
             raise EntryError(Problem("moe", "None", "layers of experts in this family", "set it"))
         if moe.normalise == "after" and "renormalise" in fields:  # the same, computed another way
-            moe = dataclasses.replace(moe, normalise="before", renormalise=True)
+            moe = replace(moe, normalise="before", renormalise=True)
         stored = fields | ({"shared_dim"} if shared else set())
         problems = _compare_fields(moe, stored, constants)
         if shared and (not moe.shared_dim or moe.shared_dim % moe.expert_dim):
@@ -228,7 +228,7 @@ def _compare_fields(
 ) -> list[Problem]:
     """Problems of fields that a format neither stores nor has as constants."""
     own = {name: getattr(moe, name) for name in stored}
-    wanted = canonical_moe(dataclasses.replace(MoEConfig(), **{**constants, **own}))
+    wanted = canonical_moe(replace(MoEConfig(), **{**constants, **own}))
     got = canonical_moe(moe)
     found = []
     for field in dataclasses.fields(MoEConfig):
@@ -296,16 +296,18 @@ _TOKENS_AHEAD = HubEntry(
 """Multi-token prediction modules, which files may lack although config.json has them."""
 
 
-def _check_eps(eps: float | None) -> dict:
-    if eps not in (None, 1e-6):
-        wanted = "1e-06: that of the norms of latents, which no entry has"
-        raise EntryError(Problem("norm_eps", repr(eps), wanted))
-    return {}
+_EPS = 1e-6
+"""That of the norms of latents, which no entry has."""
 
 
-_EPS = HubEntry(
-    read=lambda table, values: _check_eps(values.get("norm_eps")),
-    write=lambda config: _check_eps(config.norm_eps),
+def _check_eps(config: GPTConfig) -> Iterator[Problem]:
+    if config.latent_norm_eps != _EPS:
+        yield Problem("latent_eps", repr(config.latent_norm_eps), f"{_EPS} in this family")
+
+
+_LATENT_EPS = replace(
+    required("latent_eps", check=_check_eps),
+    read=lambda _, values: {"latent_eps": 0.0 if values.get("norm_eps") == _EPS else _EPS},
 )
 _OF_TRAINING = ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")
 
@@ -344,7 +346,7 @@ QWEN3_MOE = HubFormat(
                num_kv_heads=4, max_seq=32768),
         fixed(qk_norm=True),
         window(4096, switched=True),
-        NO_ATTENTION_BIAS,
+        ATTENTION_BIAS,
         _SPARSE_LAYERS,
         experts(
             (("num_experts", "num_local_experts"), "num_experts", 128),
@@ -373,8 +375,8 @@ DEEPSEEK_V3 = HubFormat(
                 derived("q_lora_rank", "q_rank", 1536, lambda config: config.q_rank),
             ),
         ),
-        _EPS,
-        NO_ATTENTION_BIAS,
+        _LATENT_EPS,
+        only("attention_bias", False, why="biases on attention alone, where it is latent"),
         only("topk_method", "noaux_tc", why="other choice of experts in this family"),
         only("scoring_func", "sigmoid", why="other scores in this family"),
         only("moe_layer_freq", 1, why="dense layers among those of experts"),
@@ -399,6 +401,7 @@ DEEPSEEK_V3 = HubFormat(
         (r"model\.layers\.(\d+)\.shared_head\.head\.weight", "unembed"),
     ),
     ignored=(*_OF_TRAINING, "head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha"),
+    aliases=("kimi_k2",),
 )  # fmt: skip
 GPT_OSS = HubFormat(
     "gpt_oss",

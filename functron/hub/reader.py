@@ -60,6 +60,10 @@ def _list_formats() -> dict[str, HubFormat]:
 FORMATS: Mapping[str, HubFormat] = MappingProxyType(_list_formats())
 """By transformers' ``model_type``. Of several that fit a model, the first is chosen."""
 
+_ALIASES: Mapping[str, str] = MappingProxyType(
+    {name: form.model_type for form in FORMATS.values() for name in form.aliases}
+)
+
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 """The files that describe a model, and an adapter of PEFT."""
 
@@ -142,6 +146,7 @@ def format_of(table: Mapping[str, Any], where: str = CONFIG) -> HubFormat:
         ValueError: it names none, or one that is not supported.
     """
     name = str(table.get("model_type"))
+    name = _ALIASES.get(name, name)
     if name not in FORMATS:
         fix = family_fix(name, FORMATS)
         if name in LACKING:
@@ -244,14 +249,15 @@ def still_describes(kept: Mapping[str, Any], config: Config, form: HubFormat) ->
         before = parse(kept, ignore=tuple(kept), max_seq=shorter(kept, config, form))
     except ValueError:  # another format's, or positions that were cut off
         return False
-    return kept.get("model_type") == form.model_type and not differences(before, config)
+    same = kept.get("model_type") in (form.model_type, *form.aliases)
+    return same and not differences(before, config)
 
 
 def shorter(table: Mapping[str, Any], config: Config, form: HubFormat) -> int | None:
-    """The longest sequence of `config` if that of config.json is longer; else None."""
+    """The longest sequence of `config` if that of config.json is no shorter; else None."""
     longest = table.get(form.max_seq)
     wanted = getattr(config, "max_seq", None)
-    return wanted if wanted is not None and longest is not None and wanted < longest else None
+    return wanted if wanted is not None and longest is not None and wanted <= longest else None
 
 
 def format_for(config: Config) -> HubFormat:

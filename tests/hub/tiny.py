@@ -43,7 +43,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
-LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+LINEAR = {"rope_theta": 5000.0, "factor": 4.0}
+LINEAR_ROPE = {"rope_type": "linear", **LINEAR}
 
 YARN = {
     "rope_type": "yarn",
@@ -59,6 +60,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("Llama", {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     "llama3.1": ("Llama", {**LLAMA, "rope_parameters": LLAMA3_ROPE, "head_dim": 8}),
     "llama-linear": ("Llama", {**LLAMA, "rope_parameters": LINEAR_ROPE}),
+    "llama-attention-biases": ("Llama", {**LLAMA, "attention_bias": True}),
+    "llama-mlp-biases": ("Llama", {**LLAMA, "mlp_bias": True}),
+    "llama-dynamic": ("Llama", {**LLAMA, "rope_parameters": {"rope_type": "dynamic", **LINEAR}}),
     "llama-biases": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {**LLAMA, "head_dim": 12, "sliding_window": MAX_SEQ}),
     "mistral-window": ("Mistral", {**LLAMA, "sliding_window": 5}),
@@ -157,12 +161,24 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", QWEN3_MOE),
     "qwen3-moe-dense": (
         "Qwen3Moe",
-        {**QWEN3_MOE, "mlp_only_layers": [0], "norm_topk_prob": False, "tie_word_embeddings": True},
+        {
+            **QWEN3_MOE,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
     ),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK),
     "deepseek-v3-yarn": (
         "DeepseekV3",
-        {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": YARN, "rope_interleave": False},
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "rope_parameters": YARN,
+            "rope_interleave": False,
+            "rms_norm_eps": 1e-3,  # latents have another
+        },
     ),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss-rope": (
