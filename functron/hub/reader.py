@@ -462,6 +462,7 @@ def read_layouts(
     dtypes = {p: d.dtype for p, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)}
     params: dict = {}
     leaves: dict[str, torch.Tensor] = {}
+    broken: set[str] = set()
     for layout, part in [(each, part) for each in found for part in each.parts]:
         if part.path not in local:
             continue
@@ -477,7 +478,10 @@ def read_layouts(
             for dim, (first, count) in enumerate(zip(at, size, strict=True)):
                 view = view.narrow(dim, first, count)
             box = tuple((a, a + n) for a, n in zip(start, size, strict=True))
-            _fill_(view, layout, part, box, stored, source)
+            broken |= _fill_(view, layout, part, box, stored, source)
+    fix = "copy or download the files again; training that went wrong makes such weights, too"
+    problems = [Problem(name, "NaN", "numbers", fix) for name in sorted(broken)]
+    raise_problems("these weights are not numbers", problems)
     return params
 
 
@@ -500,9 +504,13 @@ def _fill_(
     box: LeafBox,
     stored: Mapping[str, str],
     source: TensorSource,
-) -> None:
-    """Read the intersection of a part and `box` of its leaf, row by row of the stacked dims."""
-    count = len(layout.stacked)
+) -> set[str]:
+    """Read the intersection of a part and `box` of its leaf, row by row of the stacked dims.
+
+    Returns:
+        The names of tensors with NaN.
+    """
+    count, broken = len(layout.stacked), set()
     begins = [
         max(first - start, 0) for first, (start, _) in zip(part.begin, box[count:], strict=True)
     ]
@@ -511,7 +519,7 @@ def _fill_(
         for first, (start, stop), real in zip(part.begin, box[count:], part.real, strict=True)
     )
     if any(start >= stop for start, stop in inner):
-        return  # padding, or other pieces
+        return broken  # padding, or other pieces
     for index in itertools.product(*(range(*rows) for rows in box[:count])):
         name = stored[layout.name(index)]
         row = leaf[tuple(i - start for i, (start, _) in zip(index, box[:count], strict=True))]
@@ -522,6 +530,9 @@ def _fill_(
                 target = target.narrow(dim, at, stop - start)
             read = source.read(name, layout.source(part, piece))
             target.copy_(layout.to_ours(part, piece, read))
+            if read.isnan().any():
+                broken.add(name)
+    return broken
 
 
 def _cut(part: LeafPart, box: LeafBox) -> Iterator[LeafBox]:
@@ -548,6 +559,9 @@ def match(
     bare = not any(name.startswith(form.prefix) for name in shapes)
     wanted = {layout.name(index): layout for layout, index in tensors(found)}
     stored = {name: name.removeprefix(form.prefix) if bare else name for name in wanted}
+    for name, other in form.stand_ins:
+        if name in stored and stored[name] not in shapes:
+            stored[name] = stored[other]
     problems = list(_find_missing(form, found, stored, shapes))
     unknown = shapes.keys() - set(stored.values())
     extra = [name for name in unknown if not _is_passed_over(form, config, name)]

@@ -256,7 +256,7 @@ def refusal(name: str, **changes) -> str:
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func: got 'softmax'; wanted 'sigmoid'"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq: got 2; wanted 1"),
         ("deepseek-v3", {"num_key_value_heads": 2}, "num_kv_heads"),
-        ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "dequantize=True, then save_pretr"),
+        ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "transformers cannot make one of gptq"),
         ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit: got 5.0; wanted 7.0"),
         ("gpt-oss", {"swiglu_alpha": 1.0}, "swiglu_alpha: got 1.0; wanted 1.702"),
         ("gpt-oss", {"attention_bias": False}, "attention_bias: got False; wanted True"),
