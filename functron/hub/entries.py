@@ -166,8 +166,8 @@ def write_entries(
 # --- names of families
 
 _OTHERS = frozenset((
-    "bart", "beit", "bit", "flava", "gemma3n_text", "git", "glm4v", "ibert", "mllama", "molmo2",
-    "mt5", "olmoe", "pixtral", "vilt", "vits", "xglm", "xlm", "zamba2",
+    "bart", "beit", "bit", "flava", "gemma3n_text", "git", "glm4v", "glm4v_moe", "ibert", "mllama",
+    "molmo2", "mt5", "pixtral", "vilt", "vits", "xglm", "xlm", "zamba2",
 ))  # fmt: skip
 """Other architectures of transformers, whose names are one letter away from one of ours."""
 
@@ -256,6 +256,22 @@ def same(theirs: str, ours: str, default: Any) -> HubEntry:
         (ours,),
         lambda table, _: {ours: get(table, theirs, default)},
         lambda config: {theirs: getattr(config, ours)},
+    )
+
+
+def inverse(theirs: str, ours: str) -> HubEntry:
+    """A factor that is one over our field; 1 where there is none."""
+
+    def write(config: Any) -> dict:
+        value = 1 / getattr(config, ours)
+        whole = float(round(value))
+        return {theirs: whole if math.isclose(whole, value, rel_tol=1e-12) else value}
+
+    return HubEntry(
+        (theirs,),
+        (ours,),
+        lambda table, _: {ours: 1 / positive(theirs, table.get(theirs, 1.0))},
+        write,
     )
 
 
@@ -418,6 +434,7 @@ def window(
     *,
     switched: bool = False,
     layered: bool = False,
+    first: int | None = None,
     every: str = "",
     default_every: int = 2,
 ) -> HubEntry:
@@ -427,18 +444,21 @@ def window(
         default: transformers' ``sliding_window``.
         switched: ``use_sliding_window`` enables it.
         layered: ``layer_types`` or ``max_window_layers`` select layers.
+        first: transformers' ``max_window_layers``, the first layer with a window, where there is
+            such an entry; with `switched` 28.
         every: an entry n without ``layer_types``: all but every n-th layer have windows.
         default_every: transformers' n.
     """
-    theirs = ["sliding_window"]
-    theirs += ["use_sliding_window", "max_window_layers"] if switched else []
+    first = 28 if switched and first is None else first
+    theirs = ["sliding_window", *(["use_sliding_window"] if switched else [])]
+    theirs += ["max_window_layers"] if first is not None else []
     theirs += ["layer_types"] if layered else []
     theirs += [every] if every else []
 
     def read(table: HubTable, values: Mapping) -> dict:
         size = get_whole(table, "sliding_window", default)
-        wide = table.get(every, default_every) if every else default_every
-        windowed = _find_windowed_layers(table, values.get("num_layers", 0), switched, wide)
+        wide = (get_whole(table, every, None) if every else None) or default_every
+        windowed = _find_windowed_layers(table, values.get("num_layers", 0), first, wide)
         pattern = find_every(windowed) if layered else 0
         used = not switched or bool(table.get("use_sliding_window"))
         if not used or not size or (layered and True not in windowed):
@@ -472,7 +492,7 @@ def window(
 
 
 def _find_windowed_layers(
-    table: HubTable, num_layers: int, switched: bool, wide: int
+    table: HubTable, num_layers: int, first: int | None, wide: int
 ) -> list[bool]:
     """Which layers have a window, by ``layer_types`` or transformers' defaults."""
     types = table.get("layer_types")
@@ -484,8 +504,8 @@ def _find_windowed_layers(
             wanted = f"{num_layers} of {' and '.join(known)}: this decoder has no others"
             raise EntryError(Problem("layer_types", got, wanted))
         return [kind == known[1] for kind in types]
-    if switched:
-        return [layer >= table.get("max_window_layers", 28) for layer in range(num_layers)]
+    if first is not None:
+        return [layer >= table.get("max_window_layers", first) for layer in range(num_layers)]
     return [(layer + 1) % wide != 0 for layer in range(num_layers)]
 
 

@@ -110,6 +110,8 @@ def test_a_step_of_training_comes_back(stored, tmp_path):
     model(tokens, labels=tokens).loss.backward()
     torch.optim.SGD(model.parameters(), 0.5).step()
     for name, value in model.named_parameters():
+        if not value.requires_grad:  # what balances ERNIE's routers
+            continue
         assert (value - before[name]).abs().max() > 1e-4, name
         torch.testing.assert_close(back[name], value.detach(), rtol=1e-5, atol=2e-6)
 
