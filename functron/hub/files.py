@@ -406,13 +406,14 @@ _MAKE = (
     "transformers' from_pretrained with {}, then save_pretrained"
 )
 _OTHERWISE = _MAKE.format("the method's dequantize=True")
-_DEQUANTISED = {
-    "bitsandbytes": "model.dequantize()",
-    "metal": "dequantize=True",
-    "gguf": "dequantize=True",
-}
-"""What transformers makes 16-bit weights by, of methods that are not read here; of others it has
-nothing."""
+_DEQUANTISED: Mapping[str, str] = MappingProxyType(
+    {
+        "bitsandbytes": "model.dequantize()",
+        "metal": "dequantize=True",
+        "gguf": "dequantize=True",
+    }
+)
+"""How transformers makes 16-bit weights of methods that are not read here; it cannot of others."""
 
 
 def _find_other_files(method: str) -> str:
