@@ -107,6 +107,7 @@ def draw(seed: int) -> Case:
         "--gpt.mtp-depth 1 --gpt.mtp-detached",
         "--gpt.mtp-depth 2 --gpt.mtp-repeated",
     )
+    both += maybe(0.2, "--gpt.parallel-residual", "--gpt.residual-scale 0.5 --gpt.logit-scale 2.0")
     both += maybe(0.2, "--log-layers-every 2")
     both += maybe(0.2, "--split 90,10 --eval-every 2 --eval-batches 1")
     both += maybe(0.15, "--lora-rank 2 --lora-targets blocks/attention/q,blocks/attention/out")

@@ -49,6 +49,8 @@ class ConvertOptions:
             one scale per output, as compressed-tensors; empty: no.
         model: preset for a Megatron checkpoint without arguments, of which only the parameters are
             read.
+        ignore: entries of config.json that do not change what the model computes, which are refused
+            otherwise, as they are not known.
         expert_parallel: ranks of expert parallelism of the Megatron run that will load the target;
             with more than 1, experts have a separate optimizer.
     """
@@ -60,6 +62,7 @@ class ConvertOptions:
     max_seq: int = 0
     quantise: Literal["", "fp8-block", "fp8-row"] = ""
     model: str = ""
+    ignore: tuple[str, ...] = ()
     expert_parallel: int = 1
 
 
@@ -78,6 +81,7 @@ def convert(arguments: Sequence[str]) -> int:
             max_seq=options.max_seq or None,
             quantise=options.quantise or None,
             model=options.model or None,
+            ignore=options.ignore,
             expert_parallel=options.expert_parallel if options.expert_parallel != 1 else None,
         )
         print(done)

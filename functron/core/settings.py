@@ -551,11 +551,12 @@ def _wanted_kind(hint: Any, value: Any) -> str | None:
     if typing.get_origin(hint) in _UNIONS:
         kinds = [_wanted_kind(option, value) for option in typing.get_args(hint)]
         return None if None in kinds else " or ".join(map(str, kinds))
-    if typing.get_origin(hint) is tuple:  # of any number of whole numbers
+    if typing.get_origin(hint) is tuple:  # of any number of numbers
+        kind = typing.get_args(hint)[0]
         ok = isinstance(value, list | tuple) and all(
-            _wanted_kind(int, each) is None for each in value
+            _wanted_kind(kind, each) is None for each in value
         )
-        return None if ok else "a list of whole numbers"
+        return None if ok else f"a list of {'whole ' * (kind is int)}numbers"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     fits = (int, float) if hint is float else (hint,)
     ok = isinstance(value, fits) and (hint is bool or not isinstance(value, bool))

@@ -16,6 +16,14 @@
 | GLM       | rotated pairs next to each other, half of a head's dims rotated, biases on q, k, v   |
 | GLM-4     | the same with norms on both sides of sublayers                                       |
 | GPT-2     | names of its own, LayerNorm, learned positions                                       |
+| Arcee     | squared ReLU without a gate                                                          |
+| Seed-OSS  | biases on q, k, v                                                                    |
+| ERNIE 4.5 | rotated pairs next to each other                                                     |
+| Granite   | factors of embeddings, scores, residuals and logits                                  |
+| EXAONE 4  | norms after sublayers, norms of queries and keys, windows; rope in layers with them  |
+| OLMo 3    | OLMo 2 with windows in three of four layers, which nothing stretches                 |
+| StarCoder2| LayerNorm, biases, no gate, windows                                                  |
+| StableLM  | LayerNorm, a quarter of a head's dims rotated, perhaps parallel sublayers            |
 """
 
 from __future__ import annotations
@@ -37,7 +45,9 @@ from functron.hub.entries import (
     derived,
     find_every,
     fixed,
+    get,
     get_whole,
+    inverse,
     is_a,
     only,
     positive,
@@ -92,7 +102,7 @@ _GLM4_NORMS = (
     *norm(f"{LAYER}.post_attention_layernorm", "blocks/mlp_norm"),
     *norm(f"{LAYER}.post_mlp_layernorm", "blocks/mlp_out_norm"),
 )
-_NORMS_ACROSS = tuple(
+NORMS_ACROSS = tuple(
     NameRule(f"{LAYER}.self_attn.{name}.weight", HEADS[1], (f"blocks/attention/{name}/scale",))
     for name in ("q_norm", "k_norm")
 )
@@ -188,7 +198,8 @@ def llama(
     return tuple(entry for entry in found if entry is not None)
 
 
-NO_ATTENTION_BIAS = only("attention_bias", False, why="biases on attention alone")
+ATTENTION_BIAS = biases(mlp=False)
+"""Biases of attention, as ``attention_bias`` has it; feed-forward layers have none."""
 
 
 def _check_heads(config: GPTConfig) -> Iterator[Problem]:
@@ -250,6 +261,7 @@ _QUERY_SCALAR = HubEntry(
 """Gemma's ``query_pre_attn_scalar`` s, an integer: scores are multiplied by 1 / sqrt(s)."""
 
 _LOCAL = "rope_local_base_freq"
+_PLAIN_ROPE: Mapping[str, Any] = MappingProxyType({"rope_type": "default"})
 
 
 def _read_settings(name: str, value: Any) -> Mapping[str, Any]:
@@ -258,18 +270,19 @@ def _read_settings(name: str, value: Any) -> Mapping[str, Any]:
     return value or {}
 
 
-def _make_local_rope(theta: float, local: float) -> HubEntry:
-    """Gemma 3's two ropes; listed after the entry of windows.
+def _make_local_rope(theta: float, local: float | None) -> HubEntry:
+    """Gemma 3's two ropes, and OLMo 3's; listed after the entry of windows.
 
     Args:
         theta: transformers' ``rope_theta``, of layers without a window.
-        local: transformers' ``rope_local_base_freq``, of layers with one.
+        local: transformers' ``rope_local_base_freq``, of layers with one; None: no such entry,
+            and that of the others.
     """
     of_global = rope(theta)
 
     def read(table: HubTable, values: Mapping) -> dict:
         both = table.get("rope_parameters")
-        base = table.get(_LOCAL, local)
+        base = table.get("rope_theta", theta) if local is None else table.get(_LOCAL, local)
         if both and not (isinstance(both, Mapping) and "full_attention" in both):
             wanted = "those of full_attention and of sliding_attention: transformers uses no others"
             raise EntryError(Problem("rope_parameters", repr(both), wanted))
@@ -292,16 +305,66 @@ def _make_local_rope(theta: float, local: float) -> HubEntry:
         return {**found, "local_rope_theta": 0.0}
 
     def write(config: GPTConfig) -> dict:
-        base = config.local_rope_theta or local
+        base = config.local_rope_theta or local or config.rope_theta
         if config.window and not config.local_rope_theta:
             if config.rope_scaling is not None:
                 wanted = "a theta of local layers, which nothing stretches"
                 raise EntryError(Problem("local_rope_theta", "0", wanted))
             base = config.rope_theta
-        return {**of_global.write(config), _LOCAL: base}
+        written = of_global.write(config)
+        if local is not None:
+            return {**written, _LOCAL: base}
+        whole = {"rope_theta": written["rope_theta"], **(written["rope_scaling"] or _PLAIN_ROPE)}
+        here = {"rope_theta": base, **_PLAIN_ROPE}
+        both = {"full_attention": whole, "sliding_attention": here}
+        return {"rope_parameters": both, "rope_theta": config.rope_theta, "rope_scaling": None}
 
     ours = (*of_global.ours, "local_rope_theta")
-    return HubEntry((*of_global.theirs, _LOCAL), ours, read, write)
+    theirs = of_global.theirs if local is None else (*of_global.theirs, _LOCAL)
+    return HubEntry(theirs, ours, read, write)
+
+
+def _read_global_unrotated(table: HubTable, values: Mapping) -> dict:
+    if table.get("sliding_window", 4096) is None:
+        return {}
+    if not values.get("window"):
+        got = "full_attention alone beside a sliding_window: layers without rope"
+        wanted = "windows in all layers but every n-th; or no sliding_window, and rope in all"
+        raise EntryError(Problem("layer_types", got, wanted))
+    return {"nope_every": values.get("global_every", 0)}
+
+
+def _write_global_unrotated(config: GPTConfig) -> dict:
+    wanted = config.global_every if config.window else 0
+    if (config.nope_every if any(config.unrotated) else 0) != wanted:
+        got, words = str(config.nope_every), f"{wanted}: layers without a window have no rope"
+        raise EntryError(Problem("nope_every", got, words))
+    return {} if config.window else {"sliding_window": None}
+
+
+_GLOBAL_UNROTATED = HubEntry((), ("nope_every",), _read_global_unrotated, _write_global_unrotated)
+"""EXAONE 4's layers without a window, which have no rope where others have one; after windows."""
+
+_PARALLEL = HubEntry(
+    ("use_parallel_residual",),
+    ("parallel_residual", "sublayer_norms"),
+    lambda table, _: (
+        {"parallel_residual": True, "sublayer_norms": "shared"}
+        if get(table, "use_parallel_residual", False)
+        else {}
+    ),
+    lambda config: {"use_parallel_residual": config.sublayer_norms == "shared"},
+)
+"""StableLM's sublayers side by side, which read one norm."""
+
+
+def _check_kinds(config: GPTConfig) -> Iterator[Problem]:
+    norms = ("before", "shared")[config.parallel_residual]
+    if config.sublayer_norms != norms:
+        yield Problem("sublayer_norms", repr(config.sublayer_norms), f"{norms!r} in this family")
+    if config.head_size * config.num_heads != config.embed_dim:
+        wanted = f"{config.embed_dim / config.num_heads:g}: embed_dim / num_heads"
+        yield Problem("head_dim", str(config.head_size), wanted)
 
 
 _UNROTATED = ("no_rope_layers", "no_rope_layer_interval")
@@ -398,13 +461,13 @@ QWEN2 = HubFormat(
     "qwen2",
     "Qwen2ForCausalLM",
     LLAMA_RULES,
-    (*llama(**_QWEN), _QWEN_WINDOW, biases("qkv_bias")),
+    (*llama(**_QWEN), _QWEN_WINDOW, biases(True, False, False)),
 )
 QWEN3 = HubFormat(
     "qwen3",
     "Qwen3ForCausalLM",
     LLAMA_RULES,
-    (*llama(**_QWEN, head_dim=128), fixed(qk_norm=True), _QWEN_WINDOW, NO_ATTENTION_BIAS),
+    (*llama(**_QWEN, head_dim=128), fixed(qk_norm=True), _QWEN_WINDOW, ATTENTION_BIAS),
 )
 PHI3 = HubFormat(
     "phi3",
@@ -427,14 +490,14 @@ GEMMA = HubFormat(
                act=activation("hidden_act", "gelu_pytorch_tanh", _GELUS)),
         only("hidden_activation", None, "gelu_pytorch_tanh", why="second activation"),
         _BIDIRECTIONAL,
-        NO_ATTENTION_BIAS,
+        ATTENTION_BIAS,
         fixed(zero_centered_norm=True),
         SCALED_EMBEDDING,
     ),
 )  # fmt: skip
 _GEMMAS = (
     _BIDIRECTIONAL,
-    NO_ATTENTION_BIAS,
+    ATTENTION_BIAS,
     fixed(sublayer_norms="both", zero_centered_norm=True),
     SCALED_EMBEDDING,
     _QUERY_SCALAR,
@@ -473,12 +536,12 @@ GEMMA3 = HubFormat(
 OLMO2 = HubFormat(
     "olmo2",
     "Olmo2ForCausalLM",
-    (*START, *ATTENTION[:8], *_NORMS_ACROSS, *_NORMS_AROUND, *MLP, *END),
+    (*START, *ATTENTION[:8], *NORMS_ACROSS, *_NORMS_AROUND, *MLP, *END),
     (
         *llama(vocab_size=50304, embed_dim=4096, mlp_dim=11008, num_layers=32, num_heads=32,
                num_kv_heads=None, max_seq=2048, norm_eps=1e-5),
         fixed(qk_norm=True, qk_norm_across=True, sublayer_norms="after"),
-        NO_ATTENTION_BIAS,
+        ATTENTION_BIAS,
         HEADS_DIVIDE,
     ),
 )  # fmt: skip
@@ -518,14 +581,14 @@ OLMO = HubFormat(
                num_kv_heads=None, max_seq=2048, norm_eps=None),
         _cap("clip_qkv", "qkv_clip", None),
         fixed(norm="bare_layer", norm_eps=1e-5),  # the latter in its code
-        NO_ATTENTION_BIAS,
+        ATTENTION_BIAS,
         HEADS_DIVIDE,
     ),
 )  # fmt: skip
 _GLMS = (
     *llama(**_GLM_SIZES, positions=rope(partial=0.5)),
     fixed(rope_pairs="neighbours"),
-    same("attention_bias", "qkv_bias", True),
+    biases(("attention_bias", True), False, False),
 )
 GLM = HubFormat("glm", "GlmForCausalLM", (*START, *NORMS, *ATTENTION, *_FUSED_MLP, *END), _GLMS)
 GLM4 = HubFormat(
@@ -534,6 +597,116 @@ GLM4 = HubFormat(
     (*START, *_GLM4_NORMS, *ATTENTION, *_FUSED_MLP, *END),
     (*_GLMS, fixed(sublayer_norms="both")),
 )
+ARCEE = HubFormat(
+    "arcee",
+    "ArceeForCausalLM",
+    LLAMA_RULES,
+    (
+        *llama(vocab_size=32000, embed_dim=2560, mlp_dim=18432, num_layers=32, num_heads=32,
+               num_kv_heads=None, max_seq=4096, norm_eps=1e-5,
+               act=activation("hidden_act", "relu2")),
+        fixed(gated=False),
+        biases(),
+        HEADS_DIVIDE,
+    ),
+)  # fmt: skip
+SEED_OSS = HubFormat(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    LLAMA_RULES,
+    (
+        *llama(vocab_size=155136, embed_dim=4096, mlp_dim=27648, num_layers=64, num_heads=80,
+               num_kv_heads=8, max_seq=524288, head_dim=128),
+        biases(("attention_bias", True), "attention_out_bias"),
+    ),
+)  # fmt: skip
+ERNIE = HubFormat(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    LLAMA_RULES,
+    (
+        *llama(vocab_size=103424, embed_dim=1024, mlp_dim=3072, num_layers=18, num_heads=16,
+               num_kv_heads=2, max_seq=131072, head_dim=128, norm_eps=1e-5, tied=True,
+               positions=rope(5e5)),
+        fixed(rope_pairs="neighbours"),
+        biases("use_bias", mlp="use_bias"),
+    ),
+)  # fmt: skip
+GRANITE = HubFormat(
+    "granite",
+    "GraniteForCausalLM",
+    LLAMA_RULES,
+    (
+        *llama(vocab_size=32000, embed_dim=4096, mlp_dim=11008, num_layers=32, num_heads=32,
+               num_kv_heads=None, max_seq=2048),
+        same("embedding_multiplier", "embed_scale", 1.0),
+        HubEntry(
+            ("attention_multiplier",),
+            ("attention_scale",),
+            lambda table, _: {"attention_scale": get(table, "attention_multiplier", 1.0)},
+            lambda c: {"attention_multiplier": c.attention_scale or c.head_size**-0.5},
+        ),
+        same("residual_multiplier", "residual_scale", 1.0),
+        inverse("logits_scaling", "logit_scale"),
+        biases(),
+    ),
+)  # fmt: skip
+EXAONE4 = HubFormat(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    GEMMA2.rules,
+    (
+        *llama(vocab_size=102400, embed_dim=4096, mlp_dim=16384, num_layers=32, num_heads=32,
+               num_kv_heads=32, max_seq=2048, norm_eps=1e-5),
+        window(4096, layered=True, every="sliding_window_pattern", default_every=4),
+        _GLOBAL_UNROTATED,
+        fixed(qk_norm=True, sublayer_norms="after"),
+    ),
+)  # fmt: skip
+OLMO3 = HubFormat(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    OLMO2.rules,
+    (
+        *llama(vocab_size=50304, embed_dim=4096, mlp_dim=11008, num_layers=32, num_heads=32,
+               num_kv_heads=None, max_seq=2048, norm_eps=1e-5, positions=None),
+        window(4096, layered=True, default_every=4),
+        _make_local_rope(5e5, None),
+        fixed(qk_norm=True, qk_norm_across=True, sublayer_norms="after"),
+        ATTENTION_BIAS,
+    ),
+)  # fmt: skip
+STARCODER2 = HubFormat(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    (
+        *START, *NORMS, *ATTENTION,
+        *mlp("blocks/mlp", f"{LAYER}.mlp.c_fc", f"{LAYER}.mlp.c_proj"), *END,
+    ),
+    (
+        *llama(vocab_size=49152, embed_dim=3072, mlp_dim=12288, num_layers=30, num_heads=24,
+               num_kv_heads=2, max_seq=4096, norm_eps=None, tied=True,
+               act=activation("hidden_act", "gelu_pytorch_tanh")),
+        same("norm_epsilon", "norm_eps", 1e-5),
+        fixed(norm="layer", gated=False),
+        window(None),
+        biases(("use_bias", True), mlp=("use_bias", True)),
+    ),
+)  # fmt: skip
+STABLELM = HubFormat(
+    "stablelm",
+    "StableLmForCausalLM",
+    LLAMA_RULES,
+    (
+        *llama(vocab_size=50304, embed_dim=2560, mlp_dim=6912, num_layers=32, num_heads=32,
+               num_kv_heads=32, max_seq=4096, norm_eps=None, positions=rope(partial=0.25)),
+        same("layer_norm_eps", "norm_eps", 1e-5),
+        fixed(norm="layer"),
+        _PARALLEL,
+        required(check=_check_kinds),
+        biases("use_qkv_bias", False, False),
+    ),
+)  # fmt: skip
 GPT2 = HubFormat(
     "gpt2",
     "GPT2LMHeadModel",
@@ -566,14 +739,13 @@ GPT2 = HubFormat(
 DENSE = (
     *(LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, PHI3, GPT2),
     *(GEMMA2, GEMMA3, OLMO2, NEMOTRON, SMOLLM3, OLMO, GLM, GLM4),
+    *(ARCEE, SEED_OSS, ERNIE, GRANITE, EXAONE4, OLMO3, STARCODER2, STABLELM),
 )
 """Those of dense decoders."""
 
 LACKING: Mapping[str, str] = MappingProxyType(
     {
-        "qwen2_moe": "names for the tensors of Qwen2-MoE",
         "llama4_text": "layers without rope, attention in chunks and temperatures of queries",
-        "deepseek_v2": "names for the tensors of DeepSeek-V2",
         "gemma3": "images of Gemma 3; its text model alone is gemma3_text",
         "qwen2_vl": "images of Qwen2-VL, though positions of its kind (rope_sections)",
     }

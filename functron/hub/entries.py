@@ -7,6 +7,7 @@ collect: nothing that changes what a model computes is ignored.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,6 +56,8 @@ GENERAL: Sequence[str] = (
     *("finetuning_task", "problem_type", "id2label", "label2id", "num_labels"),
     # initial values, training, and how the same numbers are computed
     *("initializer_range", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    *("hidden_dropout", "residual_dropout", "embedding_dropout", "classifier_dropout"),
+    *("neftune_noise_alpha", "gradient_checkpointing", "unsloth_fixed", "unsloth_version"),
     *("use_cache", "pretraining_tp", "reorder_and_upcast_attn", "chunk_size_feed_forward"),
     *("torchscript", "use_bfloat16", "tf_legacy_loss", "return_dict", "return_dict_in_generate"),
     *("output_hidden_states", "output_attentions", "output_scores", "attn_implementation"),
@@ -67,6 +70,50 @@ GENERAL: Sequence[str] = (
     *("prefix", "is_decoder", "tie_encoder_decoder"),
 )
 """Entries of config.json that never change what a model computes, beside ``..._token_id``."""
+
+_OFF = (
+    "attention_bias", "mlp_bias", "use_bias", "qkv_bias", "bias", "add_bias_linear", "attn_bias",
+    "use_sliding_window", "use_qk_norm", "qk_layernorm", "use_parallel_residual", "use_mrope",
+    "rope_interleaved", "num_nextn_predict_layers", "alibi",
+)  # fmt: skip
+_ONE = (
+    "partial_rotary_factor", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+    "logit_scale", "routed_scaling_factor", "moe_layer_freq", "decoder_sparse_step",
+)  # fmt: skip
+NEUTRAL: Mapping[str, Callable[[Any, HubTable], bool]] = MappingProxyType(
+    {
+        **dict.fromkeys(_OFF, lambda value, table: value in (False, 0)),
+        **dict.fromkeys(_ONE, lambda value, table: value == 1),
+        "max_window_layers": lambda value, table: not table.get("use_sliding_window"),
+        "kv_channels": lambda value, table: value == _find_head_dim(table),
+        "head_dim": lambda value, table: value == _find_head_dim({**table, "head_dim": None}),
+        "num_key_value_heads": lambda value, table: value == table.get("num_attention_heads"),
+        "auto_map": lambda value, table: _names_own_classes(value, table),
+    }
+)
+"""Whether an entry that a format does not have means nothing, of its value and config.json.
+
+Those of other formats, such as a scale of 1, and code beside the weights (``auto_map``) for the
+class that config.json names, which transformers has since it has the format. Other values are
+refused.
+"""
+
+
+def _find_head_dim(table: HubTable) -> float | None:
+    """The width of heads by config.json, where it tells."""
+    size, heads = (table.get(name) for name in ("hidden_size", "num_attention_heads"))
+    derived = size / heads if is_a(size, int) and is_a(heads, int) and heads else None
+    return table.get("head_dim") or derived
+
+
+def _names_own_classes(value: Any, table: HubTable) -> bool:
+    """Whether an ``auto_map`` has no models but those of ``architectures``."""
+    names = table.get("architectures")
+    if not isinstance(value, Mapping) or not isinstance(names, list) or not names:
+        return False
+    stem = re.sub(r"(For[A-Z]\w*|LMHeadModel|Model)\Z", "", str(names[0]))
+    classes = [str(one).rpartition(".")[2] for key, one in value.items() if "Token" not in key]
+    return bool(stem) and all(each.startswith(stem) for each in classes)
 
 
 def read_entries(
@@ -84,7 +131,7 @@ def read_entries(
         ignore: further names to ignore.
     """
     known = {*GENERAL, *ignored, *ignore, *(name for entry in entries for name in entry.theirs)}
-    fix = "if it does not change what the model computes, pass ignore=[{name!r}]"
+    fix = "if it does not change what the model computes, pass ignore=[{name!r}] (--ignore {name})"
     problems += [
         Problem(name, repr(value), "an entry that is known here", fix.format(name=name))
         for name, value in table.items()
@@ -92,6 +139,7 @@ def read_entries(
         if name not in known
         and not (name.startswith("_") or name.endswith("_token_id"))
         and value not in (None, {}, [], "")
+        and not (name in NEUTRAL and NEUTRAL[name](value, table))
     ]
     values: dict[str, Any] = {}
     for entry in entries:
@@ -118,10 +166,16 @@ def write_entries(
 # --- names of families
 
 _OTHERS = frozenset((
-    "bart", "beit", "bit", "flava", "gemma3n_text", "git", "glm4v", "ibert", "mllama", "molmo2",
-    "mt5", "olmoe", "pixtral", "vilt", "vits", "xglm", "xlm", "zamba2",
+    "bart", "beit", "bit", "flava", "gemma3n_text", "git", "glm4v", "glm4v_moe", "ibert", "mllama",
+    "molmo2", "mt5", "pixtral", "vilt", "vits", "xglm", "xlm", "zamba2",
 ))  # fmt: skip
 """Other architectures of transformers, whose names are one letter away from one of ours."""
+
+
+ANY_MODULE = (
+    "others run as they are, from transformers' own module: ft.from_module and ft.partition"
+)
+"""Said of families that have no format."""
 
 
 def family_fix(kind: str, known: Iterable[str]) -> str:
@@ -135,7 +189,7 @@ def family_fix(kind: str, known: Iterable[str]) -> str:
     if meant and kind not in _OTHERS:
         same = [name for name in meant if _normalise(name) == _normalise(kind)]
         return f"did you mean {[*same, *meant][0]!r}?"
-    return f"{kind!r} is not supported; supported: {', '.join(names)}"
+    return f"{kind!r} is not supported; supported: {', '.join(names)}; {ANY_MODULE}"
 
 
 def _is_slip(one: str, other: str) -> bool:
@@ -202,6 +256,22 @@ def same(theirs: str, ours: str, default: Any) -> HubEntry:
         (ours,),
         lambda table, _: {ours: get(table, theirs, default)},
         lambda config: {theirs: getattr(config, ours)},
+    )
+
+
+def inverse(theirs: str, ours: str) -> HubEntry:
+    """A factor that is one over our field; 1 where there is none."""
+
+    def write(config: Any) -> dict:
+        value = 1 / getattr(config, ours)
+        whole = float(round(value))
+        return {theirs: whole if math.isclose(whole, value, rel_tol=1e-12) else value}
+
+    return HubEntry(
+        (theirs,),
+        (ours,),
+        lambda table, _: {ours: 1 / positive(theirs, table.get(theirs, 1.0))},
+        write,
     )
 
 
@@ -320,29 +390,43 @@ def square(theirs: str, ours: str, default: int) -> HubEntry:
 # --- entries of decoders
 
 
-def biases(always: str = "") -> HubEntry:
-    """Biases of linear layers: ``attention_bias`` and ``mlp_bias``, or constant ones.
+BiasEntry = bool | str | tuple[str, bool]
+"""Whether layers have biases: always or never, or by an entry, with its default (False)."""
+
+
+def biases(
+    qkv: BiasEntry = "attention_bias", out: BiasEntry | None = None, mlp: BiasEntry = "mlp_bias"
+) -> HubEntry:
+    """Biases of linear layers.
 
     Args:
-        always: our field (``"qkv_bias"``) that is on in every model; empty: by the entries.
+        qkv: of queries, keys and values.
+        out: of the output of attention; None: as `qkv`.
+        mlp: of feed-forward layers.
     """
+    rows = {"qkv_bias": qkv, "out_bias": qkv if out is None else out, "mlp_bias": mlp}
+    entries = {ours: (x, False) if isinstance(x, str) else x for ours, x in rows.items()}
+    names = tuple(dict.fromkeys(x[0] for x in entries.values() if isinstance(x, tuple)))
 
     def read(table: HubTable, _: Mapping) -> dict:
-        attention, mlp = bool(table.get("attention_bias")), bool(table.get("mlp_bias"))
-        if attention != mlp:
-            got = f"{attention} and {mlp}"
-            wanted = "the same: this decoder has biases on all linear layers or none"
-            fix = "where they are zeros, remove them and set both to false"
-            raise EntryError(Problem("attention_bias and mlp_bias", got, wanted, fix))
-        return {"bias": attention, "qkv_bias": always == "qkv_bias"}
+        found = {
+            ours: x if isinstance(x, bool) else get(table, x[0], x[1])
+            for ours, x in entries.items()
+        }
+        whole = all(found.values())
+        return {"bias": whole, **(dict.fromkeys(found, False) if whole else found)}
 
     def write(config: GPTConfig) -> dict:
-        if config.qkv_bias != (always == "qkv_bias") or (always and config.bias):
-            got = f"bias={config.bias}, qkv_bias={config.qkv_bias}"
-            raise EntryError(Problem("biases", got, f"only {always or 'bias'} in this family"))
-        return {} if always else {"attention_bias": config.bias, "mlp_bias": config.bias}
+        out: dict[str, bool] = {}
+        for ours, x in entries.items():
+            has = config.bias or getattr(config, ours)
+            wanted = x if isinstance(x, bool) else out.setdefault(x[0], has)
+            if has != wanted:
+                same = "in this family" if isinstance(x, bool) else f"as others that {x[0]} gives"
+                raise EntryError(Problem(ours, str(has), f"{wanted} {same}"))
+        return out
 
-    return HubEntry(("attention_bias", "mlp_bias"), ("bias", "qkv_bias"), read, write)
+    return HubEntry(names, ("bias", *rows), read, write)
 
 
 def window(
@@ -350,6 +434,7 @@ def window(
     *,
     switched: bool = False,
     layered: bool = False,
+    first: int | None = None,
     every: str = "",
     default_every: int = 2,
 ) -> HubEntry:
@@ -359,18 +444,21 @@ def window(
         default: transformers' ``sliding_window``.
         switched: ``use_sliding_window`` enables it.
         layered: ``layer_types`` or ``max_window_layers`` select layers.
+        first: transformers' ``max_window_layers``, the first layer with a window, where there is
+            such an entry; with `switched` 28.
         every: an entry n without ``layer_types``: all but every n-th layer have windows.
         default_every: transformers' n.
     """
-    theirs = ["sliding_window"]
-    theirs += ["use_sliding_window", "max_window_layers"] if switched else []
+    first = 28 if switched and first is None else first
+    theirs = ["sliding_window", *(["use_sliding_window"] if switched else [])]
+    theirs += ["max_window_layers"] if first is not None else []
     theirs += ["layer_types"] if layered else []
     theirs += [every] if every else []
 
     def read(table: HubTable, values: Mapping) -> dict:
         size = get_whole(table, "sliding_window", default)
-        wide = table.get(every, default_every) if every else default_every
-        windowed = _find_windowed_layers(table, values.get("num_layers", 0), switched, wide)
+        wide = (get_whole(table, every, None) if every else None) or default_every
+        windowed = _find_windowed_layers(table, values.get("num_layers", 0), first, wide)
         pattern = find_every(windowed) if layered else 0
         used = not switched or bool(table.get("use_sliding_window"))
         if not used or not size or (layered and True not in windowed):
@@ -404,7 +492,7 @@ def window(
 
 
 def _find_windowed_layers(
-    table: HubTable, num_layers: int, switched: bool, wide: int
+    table: HubTable, num_layers: int, first: int | None, wide: int
 ) -> list[bool]:
     """Which layers have a window, by ``layer_types`` or transformers' defaults."""
     types = table.get("layer_types")
@@ -416,8 +504,8 @@ def _find_windowed_layers(
             wanted = f"{num_layers} of {' and '.join(known)}: this decoder has no others"
             raise EntryError(Problem("layer_types", got, wanted))
         return [kind == known[1] for kind in types]
-    if switched:
-        return [layer >= table.get("max_window_layers", 28) for layer in range(num_layers)]
+    if first is not None:
+        return [layer >= table.get("max_window_layers", first) for layer in range(num_layers)]
     return [(layer + 1) % wide != 0 for layer in range(num_layers)]
 
 
@@ -434,8 +522,16 @@ _ORIGINAL = "original_max_position_embeddings"
 _SCALING_FIELDS = MappingProxyType({_ORIGINAL: "original_max_seq"})
 """Fields of `nn.RopeScaling` by transformers' names of them, where these differ."""
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
+_LONG = ("short_factor", "long_factor")
 _NEEDED = MappingProxyType(
-    {"default": (), "linear": ("factor",), "llama3": _LLAMA3, "yarn": ("factor", _ORIGINAL)}
+    {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": _LLAMA3,
+        "yarn": ("factor", _ORIGINAL),
+        "dynamic": ("factor",),
+        "longrope": (*_LONG, _ORIGINAL),
+    }
 )
 _OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
 """Optional settings of yarn; null means the default of `nn.RopeScaling`."""
@@ -471,24 +567,29 @@ def rope(
             wanted = "a number up to 1" if partial else "1: this family rotates all dims of a head"
             raise EntryError(Problem("partial_rotary_factor", repr(fraction), wanted))
         base = positive("rope_theta", settings.pop("rope_theta", theta))
+        kind = "longrope" if kind == "su" else kind
         if kind not in _NEEDED:
             fix = nearest(str(kind), _NEEDED)
-            if kind in ("dynamic", "longrope", "su"):
-                fix = (
-                    f"set {name} to null in config.json and use sequences as long as in pretraining"
-                )
             raise EntryError(Problem(f"{name}.rope_type", repr(kind), " or ".join(_NEEDED), fix))
         if kind == "yarn" and settings.get(_ORIGINAL) is None and "max_seq" in values:
             settings[_ORIGINAL] = table.get(LONGEST, values["max_seq"])
-        scaling = _read_scaling(kind, settings, name)
-        return {"rope_theta": base, "rope_fraction": float(fraction), "rope_scaling": scaling}
+        found = {"rope_theta": base, "rope_fraction": float(fraction), "rope_scaling": None}
+        if kind == "longrope":
+            settings.setdefault(_ORIGINAL, table.get(_ORIGINAL))
+            return {**found, "rope_scaling": _read_long(settings, name, table, values)}
+        return {**found, "rope_scaling": _read_scaling(kind, settings, name)}
 
     def write(config: GPTConfig) -> dict:
         if partial is None and config.rope_fraction != 1:
             got = str(config.rope_fraction)
             raise EntryError(Problem("rope_fraction", got, "1.0 in this family"))
         scaling, written = config.rope_scaling, None
-        if scaling is not None:
+        if scaling is not None and scaling.kind == "longrope":
+            # one set of factors, for all that it reads
+            long: dict[str, Any] = {key: list(scaling.factors) for key in _LONG}
+            long |= {_ORIGINAL: config.max_seq, "attention_factor": scaling.table_factor}
+            written = {"rope_type": "longrope", "type": "longrope", **long}
+        elif scaling is not None:
             keys = [*_NEEDED[scaling.kind]]
             if scaling.kind == "yarn":
                 zero = ("mscale", "mscale_all_dim", "attention_factor")  # in ours: not given
@@ -503,6 +604,39 @@ def rope(
         )
 
     return HubEntry(theirs, ("rope_theta", "rope_scaling", "rope_fraction"), read, write)
+
+
+def _read_long(
+    settings: Mapping[str, Any], name: str, table: HubTable, values: Mapping
+) -> nn.RopeScaling:
+    """Longrope, whose factors depend on how long the longest sequences are.
+
+    transformers chooses by the longest position of each batch: the short ones up to the sequences
+    of pretraining. A model here has one of them, by its `max_seq`, and above these only where that
+    was asked for.
+    """
+    original, given = settings.get(_ORIGINAL), settings.get("attention_factor")
+    longest = values.get("max_seq", 0)
+    if not isinstance(original, int) or original < 1:
+        raise EntryError(Problem(f"{name}.{_ORIGINAL}", repr(original), "a whole number"))
+    if longest > original and LONGEST not in table:
+        got = f"two sets of factors, for sequences of up to {original} tokens and for longer ones"
+        fix = f"pass max_seq={original} (--max-seq {original}) for the first, or {longest}"
+        raise EntryError(Problem(f"{name}.long_factor", got, "the choice of one of them", fix))
+    chosen = _LONG[longest > original]
+    factors = settings.get(chosen)
+    if not isinstance(factors, list) or not all(is_a(x, float) and x > 0 for x in factors):
+        raise EntryError(Problem(f"{name}.{chosen}", repr(factors), "a list of positive numbers"))
+    ratio = settings.get("factor") or table.get(LONGEST, longest) / original
+    if not isinstance(ratio, int | float) or not (given is None or is_a(given, float)):
+        got = f"{given!r} and {ratio!r}"
+        raise EntryError(Problem(f"{name}.attention_factor and factor", got, "numbers or null"))
+    grown = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+    return nn.RopeScaling(
+        kind="longrope",
+        factors=tuple(map(float, factors)),
+        attention_factor=float(given or grown),
+    )
 
 
 def _read_scaling(kind: str, settings: Mapping[str, Any], name: str) -> nn.RopeScaling | None:
@@ -523,7 +657,8 @@ def _read_scaling(kind: str, settings: Mapping[str, Any], name: str) -> nn.RopeS
     ]
     if problems:
         raise EntryError(*problems)
-    if kind == "default":
+    if kind in ("default", "dynamic"):
+        # dynamic: that of sequences up to max_seq, which ours never exceed
         return None
     kinds = {_ORIGINAL: int, "truncate": bool}
     values: dict[str, Any] = {

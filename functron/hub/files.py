@@ -139,6 +139,10 @@ def open_folder(path: str | Path) -> TensorSource:
     return TensorSource(entries, lambda name, slices: stored[name].read(slices))
 
 
+_POINTER = b"version https://git-lfs"
+_LFS = ("a pointer of git-lfs, in place of the file", "fetch it: git lfs pull, in that folder")
+
+
 def exists(path: Path) -> bool:
     """Whether `path` is a file.
 
@@ -162,8 +166,10 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         _refuse_unreadable(path, error)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        fix = "copy or download the file again"
-        refuse("cannot read a file", str(path), error, "JSON", fix)
+        got, fix = error, "copy or download the file again"
+        if path.read_bytes().startswith(_POINTER):
+            got, fix = _LFS
+        refuse("cannot read a file", str(path), got, "JSON", fix)
 
 
 def _refuse_unreadable(path: Path, error: OSError) -> NoReturn:
@@ -223,6 +229,10 @@ def _open_file(file: Path, problems: list[Problem]) -> dict[str, Stored]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
+            if stream.read(len(_POINTER)) == _POINTER:
+                problems.append(Problem(file.name, _LFS[0], "a safetensors file", _LFS[1]))
+                return {}
+            stream.seek(0)
             length = int.from_bytes(stream.read(8), "little")
             text = stream.read(length) if length <= min(MAX_HEADER_BYTES, size) else b""
         header = json.loads(text)
@@ -391,10 +401,33 @@ _KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType({
 })  # fmt: skip
 """The known methods, and their entries."""
 
-_OTHERWISE = (
+_MAKE = (
     "use the model's files in bfloat16, or make them: "
-    "transformers' from_pretrained with the method's dequantize=True, then save_pretrained"
+    "transformers' from_pretrained with {}, then save_pretrained"
 )
+_OTHERWISE = _MAKE.format("the method's dequantize=True")
+_DEQUANTISED: Mapping[str, str] = MappingProxyType(
+    {
+        "bitsandbytes": "model.dequantize()",
+        "metal": "dequantize=True",
+        "gguf": "dequantize=True",
+    }
+)
+"""How transformers makes 16-bit weights of methods that are not read here; it cannot of others."""
+
+
+def _find_other_files(method: str) -> str:
+    """The fix for a method that is not read: what exists for it."""
+    if not method or method in _KNOWN:
+        return _OTHERWISE
+    if how := _DEQUANTISED.get(method):
+        return _MAKE.format(how)
+    return (
+        f"use the model in bfloat16 that this was made of (base_model of its card): transformers "
+        f"cannot make one of {method}"
+    )
+
+
 _UNUSED = re.compile(r".*\.(input_scale|activation_scale|output_scale|[qkv]_scale)")
 """Scales of other tensors than weights."""
 
@@ -440,7 +473,7 @@ def read_scheme(
         name, got = (f"{ENTRY}.quant_method", method) if method else (ENTRY, entry)
         wanted = f"{'' if method else 'quant_method '}{', '.join(_KNOWN)}"
         if ENTRY not in ignore:
-            problems.append(Problem(name, repr(got), wanted, _OTHERWISE))
+            problems.append(Problem(name, repr(got), wanted, _find_other_files(method)))
         return None
     for name, value in entry.items():
         known = name in ("quant_method", *_KNOWN[method]) or {ENTRY, f"{ENTRY}.{name}"} & {*ignore}

@@ -334,6 +334,8 @@ class HubFormat:
             of them, of which the first is written, by the config and a config.json or {}.
         surplus: tensors that ours lack.
         describes: the file that describes the model, for messages.
+        stand_ins: tensors that files may lack, and those that they are equal to then.
+        aliases: other names of the same in ``model_type``; they are kept where a model has them.
     """
 
     model_type: str
@@ -350,6 +352,8 @@ class HubFormat:
     naming: Callable[[Any, Mapping[str, Any]], Sequence[Sequence[NameRule]]] | None = None
     surplus: Surplus | None = None
     describes: str = "config.json"
+    stand_ins: tuple[tuple[str, str], ...] = ()
+    aliases: tuple[str, ...] = ()
 
     @property
     def looks_ahead(self) -> bool:

@@ -1,11 +1,14 @@
-"""Formats of mixtures of experts: Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS.
+"""Formats of mixtures of experts: Mixtral, Qwen-MoE, DeepSeek, GPT-OSS and others.
 
 | format      | files have                               | transformers 5 has in memory        |
 |-------------|------------------------------------------|-------------------------------------|
 | Mixtral     | ``block_sparse_moe.experts.E.w1, w2, w3``| ``mlp.experts.gate_up_proj``, ...   |
 | Qwen3-MoE   | ``mlp.experts.E.gate_proj``, ...         | ``mlp.experts.gate_up_proj``, ...   |
 | DeepSeek-V3 | ``mlp.experts.E.gate_proj``, ...         | ``mlp.experts.gate_up_proj``, ...   |
+| MiniMax-M2  | ``block_sparse_moe.experts.E.w1, w2, w3``| ``mlp.experts.gate_up_proj``, ...   |
 | GPT-OSS     | ``mlp.experts.gate_up_proj``, which is one tensor of all experts in both    |
+
+Qwen2-MoE, OLMoE, GLM-4-MoE, dots.llm1, ERNIE 4.5 MoE and DeepSeek-V2 have names as Qwen3-MoE.
 
 Both are read; files are written as transformers writes them.
 
@@ -31,20 +34,22 @@ configuration has them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from functron.core.errors import Problem
 from functron.hub.decoders import (
     ATTENTION,
+    ATTENTION_BIAS,
     DENSE,
     END,
     GATED,
     LAYER,
     MLP,
-    NO_ATTENTION_BIAS,
     NORMS,
+    NORMS_ACROSS,
     START,
     llama,
 )
@@ -52,12 +57,14 @@ from functron.hub.entries import (
     EntryError,
     HubEntry,
     HubTable,
+    biases,
     derived,
     fixed,
     get,
     get_whole,
     is_a,
     only,
+    required,
     rope,
     same,
     window,
@@ -99,15 +106,36 @@ _FUSED = (
 def _rename_stack(stack: str, rules: Sequence[NameRule]) -> tuple[NameRule, ...]:
     """The rules of `blocks` for another stack of layers."""
     return tuple(
-        dataclasses.replace(
-            rule, paths=tuple(path.replace("blocks", stack, 1) for path in rule.paths)
-        )
+        replace(rule, paths=tuple(path.replace("blocks", stack, 1) for path in rule.paths))
         for rule in rules
     )
 
 
-def _list_qwen3_rules(*layers: NameRule) -> tuple[NameRule, ...]:
-    return (*START, *_rename_stack("dense", (*_BLOCK, *MLP)), *_BLOCK, _PLAIN_ROUTER, *layers, *END)
+def _list_qwen3_rules(
+    *layers: NameRule, block: Sequence[NameRule] = _BLOCK, ahead: bool = False
+) -> tuple[NameRule, ...]:
+    """Names as Qwen3-MoE's: of a block, leading dense layers, a router, and `layers` of experts."""
+    sparse = (*block, _PLAIN_ROUTER, *layers)
+    found = (*START, *_rename_stack("dense", (*block, *MLP)), *sparse)
+    return (*found, *_AHEAD, *_rename_stack("mtp/block", sparse), *END) if ahead else (*found, *END)
+
+
+_SHARED = mlp(f"{_MOE}/shared", *(f"{LAYER}.mlp.shared_experts.{name}" for name in GATED))
+_SHARED_GATED = (
+    *mlp(f"{_MOE}/shared", *(f"{LAYER}.mlp.shared_expert.{name}" for name in GATED)),
+    NameRule(
+        f"{LAYER}.mlp.shared_expert_gate.weight",
+        "one embed -> embed one",
+        (f"{_MOE}/shared_gate/w",),
+    ),
+)
+
+
+def _list_balance_rules(name: str, dims: str = _ROUTER[1]) -> tuple[NameRule, ...]:
+    """The rule of the bias that balances a router."""
+    return (
+        NameRule(f"{LAYER}.mlp.{name}e_score_correction_bias", dims, (f"{_MOE}/router/balance",)),
+    )
 
 
 _LATENT = ("latent embed -> embed latent", "latent -> latent")
@@ -131,18 +159,19 @@ _AHEAD = (
 )
 
 
-def _list_deepseek_rules(*layers: NameRule) -> tuple[NameRule, ...]:
-    sparse = (
-        *_LATENT_BLOCK,
-        _PLAIN_ROUTER,
+_ACROSS = (*NORMS, *ATTENTION[:8], *NORMS_ACROSS)
+_BALANCED = (*_list_balance_rules("gate."), *_SHARED)
+
+
+def _list_minimax_rules(name: str, *layers: NameRule) -> tuple[NameRule, ...]:
+    """Those of MiniMax-M2, whose mixtures have this name."""
+    router = (
+        NameRule(f"{LAYER}.{name}.gate.weight", _ROUTER[0], (f"{_MOE}/router/w",)),
         NameRule(
-            f"{LAYER}.mlp.gate.e_score_correction_bias", _ROUTER[1], (f"{_MOE}/router/balance",)
+            f"{LAYER}.{name}.e_score_correction_bias", _ROUTER[1], (f"{_MOE}/router/balance",)
         ),
-        *layers,
-        *mlp(f"{_MOE}/shared", *(f"{LAYER}.mlp.shared_experts.{name}" for name in GATED)),
     )
-    dense = _rename_stack("dense", (*_LATENT_BLOCK, *MLP))
-    return (*START, *dense, *sparse, *_AHEAD, *_rename_stack("mtp/block", sparse), *END)
+    return (*START, *_ACROSS, *router, *layers, *END)
 
 
 def _make_interleaved(name: str, dims: str, kind: str, fused: int) -> NameRule:
@@ -176,11 +205,14 @@ MixtureSetting = tuple[Sequence[str], str, Any]
 transformers' default."""
 
 
-def experts(*settings: MixtureSetting, shared: str = "", **constants: Any) -> HubEntry:
+def experts(
+    *settings: MixtureSetting, shared: tuple[str, int] | None = None, **constants: Any
+) -> HubEntry:
     """Layers of experts.
 
     Args:
-        shared: the entry of the number of shared experts, as wide as routed ones; empty: none.
+        shared: the entry of the number of shared experts, as wide as routed ones, and transformers'
+            default; None: no such entry.
         constants: fields of `MoEConfig` with the same value in all models.
     """
 
@@ -192,10 +224,10 @@ def experts(*settings: MixtureSetting, shared: str = "", **constants: Any) -> Hu
                 values[field] = get(table, name, default)
             except EntryError as error:
                 problems += error.args
-        if shared:
-            count = table.get(shared, 1)
+        if shared is not None:
+            count = table.get(*shared)
             if not is_a(count, int) or count < 1:
-                problems.append(Problem(shared, repr(count), "at least 1 in this family"))
+                problems.append(Problem(shared[0], repr(count), "at least 1 in this family"))
             else:
                 values["shared_dim"] = count * values.get("expert_dim", 1)
         if problems:
@@ -207,7 +239,10 @@ def experts(*settings: MixtureSetting, shared: str = "", **constants: Any) -> Hu
         if moe is None:
             raise EntryError(Problem("moe", "None", "layers of experts in this family", "set it"))
         if moe.normalise == "after" and "renormalise" in fields:  # the same, computed another way
-            moe = dataclasses.replace(moe, normalise="before", renormalise=True)
+            moe = replace(moe, normalise="before", renormalise=True)
+        if constants.get("shared_gate") and not moe.shared_dim:
+            wanted = "the width of the shared expert that this family has"
+            raise EntryError(Problem("moe.shared_dim", "0", wanted))
         stored = fields | ({"shared_dim"} if shared else set())
         problems = _compare_fields(moe, stored, constants)
         if shared and (not moe.shared_dim or moe.shared_dim % moe.expert_dim):
@@ -216,11 +251,11 @@ def experts(*settings: MixtureSetting, shared: str = "", **constants: Any) -> Hu
         if problems:
             raise EntryError(*problems)
         out = {name: getattr(moe, field) for names, field, _ in settings for name in names}
-        return {**out, shared: moe.shared_dim // moe.expert_dim} if shared else out
+        return {**out, shared[0]: moe.shared_dim // moe.expert_dim} if shared else out
 
     fields = {field for _, field, _ in settings}
     names = [name for setting in settings for name in setting[0]]
-    return HubEntry((*names, *([shared] if shared else [])), ("moe",), read, write)
+    return HubEntry((*names, *(shared[:1] if shared else ())), ("moe",), read, write)
 
 
 def _compare_fields(
@@ -228,7 +263,7 @@ def _compare_fields(
 ) -> list[Problem]:
     """Problems of fields that a format neither stores nor has as constants."""
     own = {name: getattr(moe, name) for name in stored}
-    wanted = canonical_moe(dataclasses.replace(MoEConfig(), **{**constants, **own}))
+    wanted = canonical_moe(replace(MoEConfig(), **{**constants, **own}))
     got = canonical_moe(moe)
     found = []
     for field in dataclasses.fields(MoEConfig):
@@ -243,17 +278,70 @@ def _compare_fields(
     return found
 
 
-_DENSE_LAYERS = HubEntry(
-    ("first_k_dense_replace",),
-    ("dense_layers",),
-    lambda table, values: {
-        "dense_layers": min(
-            get(table, "first_k_dense_replace", 3), values.get("num_layers", 1 << 30)
+def _make_dense_layers(default: int, name: str = "first_k_dense_replace") -> HubEntry:
+    """The number of leading dense layers (DeepSeek), of transformers' default."""
+
+    def read(table: HubTable, values: Mapping) -> dict:
+        return {"dense_layers": min(get(table, name, default), values.get("num_layers", 1 << 30))}
+
+    return HubEntry((name,), ("dense_layers",), read, lambda config: {name: config.dense_layers})
+
+
+def _read_interval(table: HubTable, values: Mapping) -> dict:
+    start, last = get(table, _INTERVAL[0], 1), get(table, _INTERVAL[1], -1)
+    count = values.get("num_layers", 0)
+    if get(table, _INTERVAL[2], 1) != 1 or last not in (-1, count - 1):
+        got = f"{start}, {last} and {table.get(_INTERVAL[2], 1)}"
+        raise EntryError(
+            Problem(" and ".join(_INTERVAL), got, "experts in all layers after the first")
         )
-    },
-    lambda config: {"first_k_dense_replace": config.dense_layers},
+    return {"dense_layers": min(start, count)}
+
+
+_INTERVAL = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+_DENSE_INTERVAL = HubEntry(
+    _INTERVAL,
+    ("dense_layers",),
+    _read_interval,
+    lambda config: dict(zip(_INTERVAL, (config.dense_layers, -1, 1), strict=True)),
 )
-"""The number of leading dense layers (DeepSeek)."""
+"""ERNIE's first and last layer with experts."""
+
+
+def _choose_greedily(experts: HubEntry) -> HubEntry:
+    """DeepSeek-V2's experts: by ``topk_method`` "greedy" there are no groups."""
+    groups = ("n_group", "topk_group")
+
+    def read(table: HubTable, values: Mapping) -> dict:
+        method = table.get("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            wanted = "'greedy' or 'group_limited_greedy'"
+            raise EntryError(Problem("topk_method", repr(method), wanted))
+        table = {**table, **dict.fromkeys(groups, 1)} if method == "greedy" else table
+        return experts.read(table, values)
+
+    def write(config: GPTConfig) -> dict:
+        out = experts.write(config)
+        grouped = config.moe is not None and config.moe.num_groups > 1
+        return {**out, "topk_method": "group_limited_greedy" if grouped else "greedy"}
+
+    return HubEntry((*experts.theirs, "topk_method"), experts.ours, read, write)
+
+
+def _rotate_by_dims(inner: HubEntry) -> HubEntry:
+    """MiniMax's rope, whose ``rotary_dim`` counts the rotated dims of a head."""
+
+    def read(table: HubTable, values: Mapping) -> dict:
+        dims, size = get_whole(table, "rotary_dim", None), values.get("head_dim")
+        if dims is not None and size:
+            table = {"partial_rotary_factor": dims / size, **table}
+        return inner.read(table, values)
+
+    def write(config: GPTConfig) -> dict:
+        return {**inner.write(config), "rotary_dim": config.rotated_dims}
+
+    return HubEntry((*inner.theirs, "rotary_dim"), inner.ours, read, write)
+
 
 _SPARSE = ("decoder_sparse_step", "mlp_only_layers")
 
@@ -296,20 +384,42 @@ _TOKENS_AHEAD = HubEntry(
 """Multi-token prediction modules, which files may lack although config.json has them."""
 
 
-def _check_eps(eps: float | None) -> dict:
-    if eps not in (None, 1e-6):
-        wanted = "1e-06: that of the norms of latents, which no entry has"
-        raise EntryError(Problem("norm_eps", repr(eps), wanted))
-    return {}
+_EPS = 1e-6
+"""That of the norms of latents, which no entry has."""
 
 
-_EPS = HubEntry(
-    read=lambda table, values: _check_eps(values.get("norm_eps")),
-    write=lambda config: _check_eps(config.norm_eps),
+def _check_eps(config: GPTConfig) -> Iterator[Problem]:
+    if config.latent_norm_eps != _EPS:
+        yield Problem("latent_eps", repr(config.latent_norm_eps), f"{_EPS} in this family")
+
+
+_LATENT_EPS = replace(
+    required("latent_eps", check=_check_eps),
+    read=lambda _, values: {"latent_eps": 0.0 if values.get("norm_eps") == _EPS else _EPS},
 )
+
+
+def _list_latent_sizes(*others: HubEntry) -> tuple[HubEntry, ...]:
+    """The sizes of DeepSeek's latent attention."""
+    return (
+        derived("qk_nope_head_dim", "head_dim", 128, lambda config: config.head_size),
+        same("qk_rope_head_dim", "rope_head_dim", 64),
+        same("v_head_dim", "v_head_dim", 128),
+        same("kv_lora_rank", "kv_rank", 512),
+        *others,
+        derived("q_lora_rank", "q_rank", 1536, lambda config: config.q_rank),
+    )
+
+
 _OF_TRAINING = ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")
 
 # --- formats
+
+_SEPARATE = _list_expert_rules(_EXPERTS, GATED)
+_COPIES = (
+    (r"model\.layers\.(\d+)\.embed_tokens\.weight", "embed"),
+    (r"model\.layers\.(\d+)\.shared_head\.head\.weight", "unembed"),
+)
 
 MIXTRAL = HubFormat(
     "mixtral",
@@ -344,7 +454,7 @@ QWEN3_MOE = HubFormat(
                num_kv_heads=4, max_seq=32768),
         fixed(qk_norm=True),
         window(4096, switched=True),
-        NO_ATTENTION_BIAS,
+        ATTENTION_BIAS,
         _SPARSE_LAYERS,
         experts(
             (("num_experts", "num_local_experts"), "num_experts", 128),
@@ -359,26 +469,19 @@ QWEN3_MOE = HubFormat(
 DEEPSEEK_V3 = HubFormat(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    _list_deepseek_rules(*_list_expert_rules(_EXPERTS, GATED)),
+    _list_qwen3_rules(*_BALANCED, *_SEPARATE, block=_LATENT_BLOCK, ahead=True),
     (
         *llama(
             vocab_size=129280, embed_dim=7168, mlp_dim=18432, num_layers=61, num_heads=128,
             num_kv_heads=128, max_seq=4096,
-            head_dim=(
-                derived("qk_nope_head_dim", "head_dim", 128, lambda config: config.head_size),
-                same("qk_rope_head_dim", "rope_head_dim", 64),
-                same("v_head_dim", "v_head_dim", 128),
-                same("kv_lora_rank", "kv_rank", 512),
-                same("rope_interleave", "rope_interleaved", True),
-                derived("q_lora_rank", "q_rank", 1536, lambda config: config.q_rank),
-            ),
+            head_dim=_list_latent_sizes(same("rope_interleave", "rope_interleaved", True)),
         ),
-        _EPS,
-        NO_ATTENTION_BIAS,
+        _LATENT_EPS,
+        only("attention_bias", False, why="biases on attention alone, where it is latent"),
         only("topk_method", "noaux_tc", why="other choice of experts in this family"),
         only("scoring_func", "sigmoid", why="other scores in this family"),
         only("moe_layer_freq", 1, why="dense layers among those of experts"),
-        _DENSE_LAYERS,
+        _make_dense_layers(3),
         _TOKENS_AHEAD,
         experts(
             (("n_routed_experts",), "num_experts", 256),
@@ -388,17 +491,15 @@ DEEPSEEK_V3 = HubFormat(
             (("routed_scaling_factor",), "scale", 2.5),
             (("n_group",), "num_groups", 8),
             (("topk_group",), "top_groups", 4),
-            shared="n_shared_experts",
+            shared=("n_shared_experts", 1),
             score="sigmoid",
             balance_bias=True,
         ),
     ),
-    in_memory=_list_deepseek_rules(*_FUSED),
-    copies=(
-        (r"model\.layers\.(\d+)\.embed_tokens\.weight", "embed"),
-        (r"model\.layers\.(\d+)\.shared_head\.head\.weight", "unembed"),
-    ),
+    in_memory=_list_qwen3_rules(*_BALANCED, *_FUSED, block=_LATENT_BLOCK, ahead=True),
+    copies=_COPIES,
     ignored=(*_OF_TRAINING, "head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha"),
+    aliases=("kimi_k2",),
 )  # fmt: skip
 GPT_OSS = HubFormat(
     "gpt_oss",
@@ -441,7 +542,195 @@ GPT_OSS = HubFormat(
     ),
 )  # fmt: skip
 
+_TOP_K = (("num_experts_per_tok",), "top_k", 8)
+_BALANCED_EXPERTS: tuple[MixtureSetting, ...] = (  # as DeepSeek-V3's
+    (("n_routed_experts",), "num_experts", 128),
+    _TOP_K,
+    (("moe_intermediate_size",), "expert_dim", 1408),
+    (("routed_scaling_factor",), "scale", 1.0),
+    (("n_group",), "num_groups", 1),
+    (("topk_group",), "top_groups", 1),
+)
+QWEN2_MOE = HubFormat(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    _list_qwen3_rules(*_SHARED_GATED, *_SEPARATE),
+    (
+        *llama(vocab_size=151936, embed_dim=2048, mlp_dim=5632, num_layers=24, num_heads=16,
+               num_kv_heads=16, max_seq=32768),
+        window(4096, switched=True, layered=True),
+        biases(("qkv_bias", True), False, False),
+        _SPARSE_LAYERS,
+        experts(
+            (("num_experts",), "num_experts", 60),
+            (("num_experts_per_tok",), "top_k", 4),
+            (("moe_intermediate_size",), "expert_dim", 1408),
+            (("shared_expert_intermediate_size",), "shared_dim", 5632),
+            (("norm_topk_prob",), "renormalise", False),
+            shared_gate=True,
+        ),
+    ),
+    in_memory=_list_qwen3_rules(*_SHARED_GATED, *_FUSED),
+    ignored=_OF_TRAINING,
+)  # fmt: skip
+OLMOE = HubFormat(
+    "olmoe",
+    "OlmoeForCausalLM",
+    _list_qwen3_rules(*_SEPARATE, block=_ACROSS),
+    (
+        *llama(vocab_size=50304, embed_dim=2048, mlp_dim=2048, num_layers=16, num_heads=16,
+               num_kv_heads=None, max_seq=4096, norm_eps=1e-5),
+        only("clip_qkv", None, why="clamps after norms of queries and keys"),
+        fixed(qk_norm=True, qk_norm_across=True),
+        ATTENTION_BIAS,
+        experts(
+            (("num_experts",), "num_experts", 64),
+            _TOP_K,
+            (("intermediate_size",), "expert_dim", 2048),
+            (("norm_topk_prob",), "renormalise", False),
+        ),
+    ),
+    in_memory=_list_qwen3_rules(*_FUSED, block=_ACROSS),
+    ignored=_OF_TRAINING,
+)  # fmt: skip
+GLM4_MOE = HubFormat(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    _list_qwen3_rules(*_BALANCED, *_SEPARATE, ahead=True),
+    (
+        *llama(vocab_size=151552, embed_dim=4096, mlp_dim=10944, num_layers=46, num_heads=96,
+               num_kv_heads=8, max_seq=131072, norm_eps=1e-5, positions=rope(partial=0.5)),
+        same("use_qk_norm", "qk_norm", False),
+        biases("attention_bias", False, False),
+        _make_dense_layers(1),
+        _TOKENS_AHEAD,
+        experts(
+            *_BALANCED_EXPERTS,
+            (("norm_topk_prob",), "renormalise", True),
+            shared=("n_shared_experts", 1),
+            score="sigmoid",
+            balance_bias=True,
+        ),
+    ),
+    in_memory=_list_qwen3_rules(*_BALANCED, *_FUSED, ahead=True),
+    copies=_COPIES,
+    ignored=_OF_TRAINING,
+)  # fmt: skip
+DOTS1 = HubFormat(
+    "dots1",
+    "Dots1ForCausalLM",
+    _list_qwen3_rules(*_BALANCED, *_SEPARATE),
+    (
+        *llama(vocab_size=152064, embed_dim=4608, mlp_dim=10944, num_layers=62, num_heads=32,
+               num_kv_heads=32, max_seq=2048),
+        window(4096, layered=True, first=62),
+        fixed(qk_norm=True),
+        ATTENTION_BIAS,
+        only("scoring_func", "noaux_tc", "sigmoid", why="other scores in this family"),
+        only("topk_method", "noaux_tc", why="other choice of experts in this family"),
+        only("moe_layer_freq", 1, why="dense layers among those of experts"),
+        _make_dense_layers(0),
+        experts(
+            *_BALANCED_EXPERTS,
+            (("norm_topk_prob",), "renormalise", False),
+            shared=("n_shared_experts", 1),
+            score="sigmoid",
+            balance_bias=True,
+        ),
+    ),
+    in_memory=_list_qwen3_rules(*_BALANCED, *_FUSED),
+    ignored=_OF_TRAINING,
+)  # fmt: skip
+_ERNIE_BIAS = "() expert -> expert"
+ERNIE_MOE = HubFormat(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    _list_qwen3_rules(*_list_balance_rules("moe_statics.", _ERNIE_BIAS), *_SHARED, *_SEPARATE),
+    (
+        *llama(vocab_size=103424, embed_dim=2560, mlp_dim=12288, num_layers=28, num_heads=20,
+               num_kv_heads=4, max_seq=131072, norm_eps=1e-5, tied=True, positions=rope(5e5)),
+        fixed(rope_pairs="neighbours"),
+        _DENSE_INTERVAL,
+        only("moe_norm_min", 1e-12, why="other smallest sum of weights"),
+        experts(
+            (("moe_num_experts",), "num_experts", 64),
+            (("moe_k",), "top_k", 6),
+            (("moe_intermediate_size",), "expert_dim", 1536),
+            shared=("moe_num_shared_experts", 2),
+            renormalise=True,
+            balance_bias=True,
+        ),
+    ),
+    in_memory=_list_qwen3_rules(
+        *_list_balance_rules("gate.moe_statics.", _ERNIE_BIAS), *_SHARED, *_FUSED
+    ),
+    ignored=_OF_TRAINING,
+)  # fmt: skip
+MINIMAX_M2 = HubFormat(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    _list_minimax_rules(
+        "block_sparse_moe",
+        *_list_expert_rules(f"{LAYER}.block_sparse_moe.experts", ("w1", "w3", "w2")),
+    ),
+    (
+        *llama(vocab_size=200064, embed_dim=3072, mlp_dim=1536, num_layers=62, num_heads=48,
+               num_kv_heads=8, max_seq=196608, head_dim=128,
+               positions=None),
+        _rotate_by_dims(rope(5e6, partial=1.0)),
+        fixed(qk_norm=True, qk_norm_across=True),
+        only("scoring_func", "sigmoid", why="other scores in this family"),
+        only("use_qk_norm", True, why="models of this family without norms of queries"),
+        only("use_routing_bias", True, why="models of this family without a routing bias"),
+        only("shared_intermediate_size", 0, why="shared experts in this family"),
+        experts(
+            (("num_local_experts",), "num_experts", 256),
+            _TOP_K,
+            (("intermediate_size",), "expert_dim", 1536),
+            score="sigmoid",
+            renormalise=True,
+            balance_bias=True,
+        ),
+    ),
+    in_memory=_list_minimax_rules("mlp", *_FUSED),
+    ignored=_OF_TRAINING,
+)  # fmt: skip
+DEEPSEEK_V2 = HubFormat(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    _list_qwen3_rules(*_SHARED, *_SEPARATE, block=_LATENT_BLOCK),
+    (
+        *llama(
+            vocab_size=102400, embed_dim=4096, mlp_dim=11008, num_layers=32, num_heads=32,
+            num_kv_heads=None, max_seq=2048, head_dim=_list_latent_sizes(),
+        ),
+        _LATENT_EPS,
+        only("scoring_func", "softmax", why="other scores in this family"),
+        only("norm_topk_prob", False, None, why="weights whose sum is 1 in this family"),
+        _make_dense_layers(0),
+        _choose_greedily(
+            experts(
+                (("n_routed_experts",), "num_experts", 64),
+                _TOP_K,
+                (("moe_intermediate_size",), "expert_dim", 1407),
+                (("routed_scaling_factor",), "scale", 1.0),
+                (("n_group",), "num_groups", 1),
+                (("topk_group",), "top_groups", 1),
+                shared=("n_shared_experts", 2),
+                group_score="max",
+            )
+        ),
+    ),
+    in_memory=_list_qwen3_rules(*_SHARED, *_FUSED, block=_LATENT_BLOCK),
+    ignored=DEEPSEEK_V3.ignored,
+)  # fmt: skip
+
+_MIXTURES = (
+    *(MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS, QWEN2_MOE, OLMOE, GLM4_MOE, DOTS1, ERNIE_MOE),
+    *(MINIMAX_M2, DEEPSEEK_V2),
+)
+
 DECODERS: Mapping[str, HubFormat] = MappingProxyType(
-    {form.model_type: form for form in (*DENSE, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)}
+    {form.model_type: form for form in (*DENSE, *_MIXTURES)}
 )
 """All decoders, by transformers' ``model_type``."""

@@ -60,6 +60,10 @@ def _list_formats() -> dict[str, HubFormat]:
 FORMATS: Mapping[str, HubFormat] = MappingProxyType(_list_formats())
 """By transformers' ``model_type``. Of several that fit a model, the first is chosen."""
 
+_ALIASES: Mapping[str, str] = MappingProxyType(
+    {name: form.model_type for form in FORMATS.values() for name in form.aliases}
+)
+
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 """The files that describe a model, and an adapter of PEFT."""
 
@@ -142,6 +146,7 @@ def format_of(table: Mapping[str, Any], where: str = CONFIG) -> HubFormat:
         ValueError: it names none, or one that is not supported.
     """
     name = str(table.get("model_type"))
+    name = _ALIASES.get(name, name)
     if name not in FORMATS:
         fix = family_fix(name, FORMATS)
         if name in LACKING:
@@ -244,14 +249,15 @@ def still_describes(kept: Mapping[str, Any], config: Config, form: HubFormat) ->
         before = parse(kept, ignore=tuple(kept), max_seq=shorter(kept, config, form))
     except ValueError:  # another format's, or positions that were cut off
         return False
-    return kept.get("model_type") == form.model_type and not differences(before, config)
+    same = kept.get("model_type") in (form.model_type, *form.aliases)
+    return same and not differences(before, config)
 
 
 def shorter(table: Mapping[str, Any], config: Config, form: HubFormat) -> int | None:
-    """The longest sequence of `config` if that of config.json is longer; else None."""
+    """The longest sequence of `config` if that of config.json is no shorter; else None."""
     longest = table.get(form.max_seq)
     wanted = getattr(config, "max_seq", None)
-    return wanted if wanted is not None and longest is not None and wanted < longest else None
+    return wanted if wanted is not None and longest is not None and wanted <= longest else None
 
 
 def format_for(config: Config) -> HubFormat:
@@ -459,6 +465,7 @@ def read_layouts(
     dtypes = {p: d.dtype for p, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)}
     params: dict = {}
     leaves: dict[str, torch.Tensor] = {}
+    broken: set[str] = set()
     for layout, part in [(each, part) for each in found for part in each.parts]:
         if part.path not in local:
             continue
@@ -474,7 +481,10 @@ def read_layouts(
             for dim, (first, count) in enumerate(zip(at, size, strict=True)):
                 view = view.narrow(dim, first, count)
             box = tuple((a, a + n) for a, n in zip(start, size, strict=True))
-            _fill_(view, layout, part, box, stored, source)
+            broken |= _fill_(view, layout, part, box, stored, source)
+    fix = "copy or download the files again; training that went wrong makes such weights, too"
+    problems = [Problem(name, "NaN", "numbers", fix) for name in sorted(broken)]
+    raise_problems("these weights are not numbers", problems)
     return params
 
 
@@ -497,9 +507,13 @@ def _fill_(
     box: LeafBox,
     stored: Mapping[str, str],
     source: TensorSource,
-) -> None:
-    """Read the intersection of a part and `box` of its leaf, row by row of the stacked dims."""
-    count = len(layout.stacked)
+) -> set[str]:
+    """Read the intersection of a part and `box` of its leaf, row by row of the stacked dims.
+
+    Returns:
+        The names of tensors with NaN.
+    """
+    count, broken = len(layout.stacked), set()
     begins = [
         max(first - start, 0) for first, (start, _) in zip(part.begin, box[count:], strict=True)
     ]
@@ -508,7 +522,7 @@ def _fill_(
         for first, (start, stop), real in zip(part.begin, box[count:], part.real, strict=True)
     )
     if any(start >= stop for start, stop in inner):
-        return  # padding, or other pieces
+        return broken  # padding, or other pieces
     for index in itertools.product(*(range(*rows) for rows in box[:count])):
         name = stored[layout.name(index)]
         row = leaf[tuple(i - start for i, (start, _) in zip(index, box[:count], strict=True))]
@@ -519,6 +533,9 @@ def _fill_(
                 target = target.narrow(dim, at, stop - start)
             read = source.read(name, layout.source(part, piece))
             target.copy_(layout.to_ours(part, piece, read))
+            if read.isnan().any():
+                broken.add(name)
+    return broken
 
 
 def _cut(part: LeafPart, box: LeafBox) -> Iterator[LeafBox]:
@@ -545,6 +562,9 @@ def match(
     bare = not any(name.startswith(form.prefix) for name in shapes)
     wanted = {layout.name(index): layout for layout, index in tensors(found)}
     stored = {name: name.removeprefix(form.prefix) if bare else name for name in wanted}
+    for name, other in form.stand_ins:
+        if name in stored and stored[name] not in shapes:
+            stored[name] = stored[other]
     problems = list(_find_missing(form, found, stored, shapes))
     unknown = shapes.keys() - set(stored.values())
     extra = [name for name in unknown if not _is_passed_over(form, config, name)]

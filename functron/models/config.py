@@ -22,7 +22,7 @@ from functron.nn.moe import MOE_NEEDS, ExpertActivation, MoEConfig
 
 Config = TypeVar("Config")
 Positions = Literal["rope", "learned", "none"]
-Norms = Literal["before", "after", "both"]
+Norms = Literal["before", "after", "both", "shared"]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 _ROPE_DEFAULTS = (
     *(("local_rope_theta", 0), ("rope_fraction", 1), ("nope_every", 0)),
@@ -37,33 +37,46 @@ _NOT_NEGATIVE = (
 
 _LLAMA3 = Need(lambda c: c.kind == "llama3", "kind llama3", "set its kind to llama3")
 _YARN = Need(lambda c: c.kind == "yarn", "kind yarn", "set its kind to yarn")
-_FOR_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor")
+_LONG_ROPE = Need(lambda c: c.kind == "longrope", "kind longrope", "set its kind to longrope")
+_FOR_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 _SCALING: Needs = MappingProxyType(
     {
         **dict.fromkeys(("low_freq_factor", "high_freq_factor"), _LLAMA3),
         "original_max_seq": Need(
             lambda c: c.kind != "linear", "kind llama3 or yarn", "set its kind to one of these"
         ),
+        "attention_factor": Need(
+            lambda c: c.kind in ("yarn", "longrope"), "kind yarn or longrope", "set its kind to one"
+        ),
+        "factors": _LONG_ROPE,
+        "factor": Need(lambda c: c.kind != "longrope", "another kind", "set factors"),
         **dict.fromkeys(_FOR_YARN, _YARN),
     }
 )
 _AHEAD = Need(lambda c: c.mtp_depth > 0, "modules that predict tokens further on", "set mtp_depth")
 _ROPE = Need(lambda c: c.positions == "rope", "rotary positions", "set positions to rope")
 
+_DENSE = Need(
+    lambda c: c.moe is None or c.dense_layers > 0,
+    "a feed-forward layer, where all layers are experts",
+    "set moe.expert_dim, which is the width of an expert, or dense_layers",
+)
+
 GPT_NEEDS: Needs = MappingProxyType(
     {
-        "mlp_dim": Need(
-            lambda c: c.moe is None or c.dense_layers > 0,
-            "a feed-forward layer, where all layers are experts",
-            "set moe.expert_dim, which is the width of an expert, or dense_layers",
-        ),
+        "mlp_dim": _DENSE,
+        "mlp_bias": replace(_DENSE, fix="set moe.expert_bias, or dense_layers"),
         "rope_theta": _ROPE,
         "rope_scaling": _ROPE,
         **needs_under("rope_scaling", _SCALING),
         "rope_interleaved": Need(lambda c: c.kv_rank > 0, "latent attention", "set kv_rank"),
-        "qkv_bias": Need(
-            lambda c: not c.kv_rank, "attention that is not latent", "set bias, or kv_rank to 0"
+        **dict.fromkeys(
+            ("qkv_bias", "out_bias"),
+            Need(
+                lambda c: not c.kv_rank, "attention that is not latent", "set bias, or kv_rank to 0"
+            ),
         ),
+        "latent_eps": Need(lambda c: c.kv_rank > 0, "latent attention", "set kv_rank"),
         "mtp_weight": _AHEAD,
         "mtp_detached": _AHEAD,
         "mtp_repeated": Need(
@@ -150,9 +163,14 @@ class GPTConfig(MLAConfig, TextConfig):
         norm: ``"rms"``, ``"layer"`` or ``"bare_layer"``, which has no parameters (OLMo 1); of
             sublayers and at the end.
         sublayer_norms: ``"before"`` each sublayer, of what it reads; ``"after"`` it, of what it
-            adds to the stream (OLMo 2); ``"both"`` (Gemma 2 and 3).
+            adds to the stream (OLMo 2); ``"both"`` (Gemma 2 and 3); ``"shared"``: parallel
+            sublayers read one norm (GPT-J; Cohere).
+        parallel_residual: attention and the feed-forward layer both read the stream before the
+            block, and are added to it together (GPT-J; GPT-NeoX).
+        residual_scale: multiplies what sublayers add to the stream (Granite).
         activation: of feed-forward layers and experts; "clamped_swiglu" (GPT-OSS) of experts alone.
         gated: multiply the activation by a second projection (SwiGLU with silu).
+        mlp_bias: biases on feed-forward layers, also without `bias`.
         positions: ``"rope"``, ``"learned"`` or ``"none"``.
         rope_theta: base of the rotary frequencies.
         local_rope_theta: base of the rotary frequencies in layers with a window, which
@@ -190,6 +208,7 @@ class GPTConfig(MLAConfig, TextConfig):
             Latent attention stays as it is.
         tied: one matrix for embedding and unembedding.
         embed_scale: multiplies token embeddings, not the unembedding; sqrt(embed_dim) in Gemma.
+        logit_scale: multiplies the logits, before `logit_cap` (Granite; Cohere).
         z_loss: weight of the squared log-partition function of the logits in the loss.
         init_stddev: standard deviation of initial matrices; of those that write to the residual
             stream, divided by sqrt(2 num_layers) (Radford et al. 2019).
@@ -211,8 +230,11 @@ class GPTConfig(MLAConfig, TextConfig):
     norm: nn.NormKind = "rms"
     norm_eps: float = 1e-5
     sublayer_norms: Norms = "before"
+    parallel_residual: bool = False
+    residual_scale: float = 1.0
     activation: ExpertActivation = "silu"
     gated: bool = True
+    mlp_bias: bool = False
     positions: Positions = "rope"
     rope_theta: float = 10000.0
     local_rope_theta: float = 0.0
@@ -231,6 +253,7 @@ class GPTConfig(MLAConfig, TextConfig):
     mtp_detached: bool = False
     tied: bool = False
     embed_scale: float = 1.0
+    logit_scale: float = 1.0
     z_loss: float = 0.0
     init_stddev: float = 0.02
     mup_base_dim: int = 0
@@ -265,9 +288,11 @@ class GPTConfig(MLAConfig, TextConfig):
         found += choice_problems(self)
         if not 0 <= self.dropout < 1:
             found.append(Problem("dropout", str(self.dropout), "at least 0 and below 1"))
-        if not 0 < self.embed_scale < math.inf:
-            fix = "1 leaves the embedding as it is"
-            found.append(Problem("embed_scale", str(self.embed_scale), "a positive number", fix))
+        found += [
+            Problem(name, str(value), "a positive number", "1 leaves all as it is")
+            for name in ("embed_scale", "residual_scale", "logit_scale")
+            if not 0 < (value := getattr(self, name)) < math.inf
+        ]
         return found + misfits
 
     def _misfits(self) -> list[Problem]:
@@ -292,6 +317,11 @@ class GPTConfig(MLAConfig, TextConfig):
             found.append(Problem("activation", got, "one of feed-forward layers", fix))
         found += self._latent_misfits() + self._rope_misfits()
         found += [] if found else self._mup_misfits()
+        norms = self.sublayer_norms
+        if norms not in ("before", "shared") if self.parallel_residual else norms == "shared":
+            got = f"{norms!r} with parallel_residual={self.parallel_residual}"
+            wanted = "'before' or 'shared' of parallel sublayers, 'shared' of no others"
+            found.append(Problem("sublayer_norms", got, wanted, "change one of them"))
         if self.qk_norm_across and not self.qk_norm:
             got = "True without qk_norm"
             found.append(Problem("qk_norm_across", got, "False", "set qk_norm, or leave it out"))
@@ -322,6 +352,8 @@ class GPTConfig(MLAConfig, TextConfig):
         elif self.rotated_dims % 2:
             got = f"{self.rotated_dims} rotated dims"
             found.append(Problem("head_dim", got, "an even number, for rope"))
+        elif factors := self._missing_factors():
+            found.append(factors)
         elif sections := self.rope_sections:
             pairs = self.rotated_dims // 2
             if min(sections) < 1 or sum(sections) != pairs or len(sections) < 2:
@@ -330,6 +362,16 @@ class GPTConfig(MLAConfig, TextConfig):
                 )
                 found.append(Problem("rope_sections", str(tuple(sections)), wanted))
         return found
+
+    def _missing_factors(self) -> Problem | None:
+        """Whether the factors of longrope are not one for each rotated pair."""
+        scaling, size = self.rope_scaling, self.rope_head_dim if self.kv_rank else self.rotated_dims
+        given = () if scaling is None else scaling.factors
+        wanted = size // 2 if scaling is not None and scaling.kind == "longrope" else 0
+        if len(given) == wanted and all(0 < each < math.inf for each in given):
+            return None
+        words = f"{wanted} positive numbers, one for each rotated pair" if wanted else "none"
+        return Problem("rope_scaling.factors", f"{len(given)} of them", words, "change its kind")
 
     def _mup_misfits(self) -> list[Problem]:
         """Options that do not fit a base width."""

@@ -110,8 +110,8 @@ def block_defs(config: GPTConfig, *, experts: bool, options: ModelOptions = DEFA
         block["moe"] = moe_defs(c.moe, c.embed_dim, router=router, **kind)
         return block
     own = _own_defs(config, options, "mlp")
-    kind = {"gated": c.gated, "bias": c.bias, "fused": c.fused_projections is True, **stddevs}
-    mlp = nn.mlp_defs(c.embed_dim, c.mlp_dim, **kind)
+    kind = {"gated": c.gated, "fused": c.fused_projections is True, **stddevs}
+    mlp = nn.mlp_defs(c.embed_dim, c.mlp_dim, bias=c.bias or c.mlp_bias, **kind)
     return block | {"mlp": own or mlp}
 
 
@@ -154,6 +154,8 @@ def _own_defs(config: GPTConfig, options: ModelOptions, name: str) -> dict | Non
 
 def norm_names(config: GPTConfig) -> tuple[str, ...]:
     """The names of a block's norms in its parameters, which not all kinds of norms have."""
+    if config.sublayer_norms == "shared":
+        return ("attention_norm",)
     places = {"before": ("",), "after": ("_out",), "both": ("", "_out")}[config.sublayer_norms]
     return tuple(f"{name}{place}_norm" for name in ("attention", "mlp") for place in places)
 
@@ -311,7 +313,11 @@ class Layer:
         return nn.mlp(weights["mlp"], x, activation=activation, **given), None
 
     def drop(self, x: Tensor, which: int) -> Tensor:
-        """Dropout: 0 after attention, 1 after the feed-forward layer."""
+        """The summand of the stream: `residual_scale` times x, with dropout.
+
+        `which` is 0 after attention, 1 after the feed-forward layer.
+        """
+        x = x * self.config.residual_scale if self.config.residual_scale != 1 else x
         return dropout(self.config, self.sequence, self.options, x, self.keys[which])
 
 
@@ -326,8 +332,9 @@ def _with_runs(matmul: nn.Matmul, options: ModelOptions) -> nn.Matmul:
 def transformer_block(layer: Layer, weights: dict, x: Tensor) -> tuple[Tensor, Auxiliary | None]:
     """The stream after attention and a feed-forward layer, or experts, each with its residual.
 
-    Norms are before or after these as `GPTConfig.sublayer_norms` has it; `ModelOptions.block` takes
-    a function of the same arguments.
+    With `GPTConfig.parallel_residual` both read the stream before the block. Norms are before or
+    after these as `GPTConfig.sublayer_norms` has it; `ModelOptions.block` takes a function of the
+    same arguments.
 
     Names of values, for `functron.capture`, with the stack and the row before them, as
     ``blocks/3/attention/out``: ``attention/q``, ``k``, ``v`` and ``heads`` (which the last
@@ -337,12 +344,16 @@ def transformer_block(layer: Layer, weights: dict, x: Tensor) -> tuple[Tensor, A
     """
     stream = layer.options.stream
     with named_scope("attention"):
-        y = layer.norm(weights, "attention_norm", x)
-        y = layer.attention(weights, y)
+        normed = layer.norm(weights, "attention_norm", x)
+        y = layer.attention(weights, normed)
         y = layer.drop(layer.norm(weights, "attention_out_norm", y), 0)
         y = name_value(y, "out", stream)
     with named_scope("moe" if "moe" in weights else "mlp"):
-        y, x = layer.add_norm(weights, "mlp_norm", y, x)
+        if layer.config.parallel_residual:
+            shared = layer.config.sublayer_norms == "shared"
+            y, x = normed if shared else layer.norm(weights, "mlp_norm", x), x + y
+        else:
+            y, x = layer.add_norm(weights, "mlp_norm", y, x)
         y, auxiliary = layer.feed_forward(weights, y)
         y = layer.norm(weights, "mlp_out_norm", y)
         return x + name_value(layer.drop(y, 1), "out", stream), auxiliary
@@ -712,8 +723,8 @@ def _norm_last(config: GPTConfig, weights: dict, x: Tensor, options: ModelOption
 
 
 def _scale_stream(config: GPTConfig, x: Tensor) -> Tensor:
-    """The stream, times muP's factor of logits if there is one."""
-    factor = 1.0 / config.mup_width
+    """The stream, times the factors of logits, muP's and that of the model."""
+    factor = config.logit_scale / config.mup_width
     return x if factor == 1 else x * factor
 
 

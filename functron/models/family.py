@@ -175,9 +175,15 @@ def _gpt_canonical(config: GPTConfig) -> GPTConfig:
     changes: dict[str, Any] = {
         "num_kv_heads": config.kv_heads,
         "head_dim": config.head_size,
-        "qkv_bias": config.bias or config.qkv_bias,
     }
-    if not config.kv_rank:
+    names = ("qkv_bias", "out_bias", "mlp_bias")
+    flags = [config.bias or getattr(config, name) for name in names]
+    if config.moe is not None and not config.dense_layers:  # nothing reads the last
+        flags[2] = flags[0] and flags[1]
+    changes |= dict(zip(names, flags, strict=True)) | {"bias": all(flags)}
+    if config.kv_rank:
+        changes["latent_eps"] = config.latent_norm_eps
+    else:
         changes["attention_scale"] = config.attention_scale or config.head_size**-0.5
         changes["rope_interleaved"] = GPTConfig.rope_interleaved
     if config.nope_every > config.num_layers:

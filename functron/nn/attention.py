@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from functron.core import compat
 from functron.core.errors import raise_problems
 from functron.core.settings import choice_problems
 from functron.core.tables import shows_differences
@@ -62,7 +63,8 @@ class RopeScaling:
         kind: ``"llama3"`` stretches long wavelengths alone (Grattafiori et al. 2024, section
             3.4.2); ``"yarn"`` those that turn seldom, and makes attention sharper (Peng et al.
             2023, section 3; DeepSeek-V3, GPT-OSS); ``"linear"`` stretches all by `factor` and takes
-            no notice of the other fields (Chen et al. 2023).
+            no notice of the other fields (Chen et al. 2023); ``"longrope"`` stretches each pair of
+            dims by its own of `factors` (Ding et al. 2024; Phi-3).
         beta_fast: yarn keeps wavelengths that turn more often than this in `original_max_seq`.
         beta_slow: yarn stretches by `factor` those that turn less often.
         mscale: together with `mscale_all_dim`, yarn multiplies cos and sin by m(mscale) /
@@ -70,20 +72,23 @@ class RopeScaling:
         mscale_all_dim: see `mscale` and `softmax_factor`.
         truncate: yarn rounds the first and last pair of dims that it blends outwards to whole ones
             (GPT-OSS does not).
-        attention_factor: yarn multiplies cos and sin by this instead; 0: by what `mscale` says.
+        attention_factor: yarn and longrope multiply cos and sin by this; 0: by what `mscale` says,
+            or by 1.
+        factors: of longrope, one for each rotated pair of dims.
     """
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq: int = 8192
-    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
     attention_factor: float = 0.0
+    factors: tuple[float, ...] = ()
 
     def __post_init__(self):
         raise_problems("invalid RopeScaling", choice_problems(self))
@@ -91,6 +96,8 @@ class RopeScaling:
     @property
     def table_factor(self) -> float:
         """The factor of cos and sin: scores of rotated dims by its square."""
+        if self.kind == "longrope":
+            return self.attention_factor or 1.0
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor:
@@ -118,6 +125,8 @@ def rope_frequencies(
         return freqs
     if scaling.kind == "linear":
         return freqs / scaling.factor
+    if scaling.kind == "longrope":
+        return freqs / compat.constant(scaling.factors, device)
     if scaling.kind == "yarn":
         kept = _yarn_share(head_dim, theta, scaling, device)
         return freqs / scaling.factor * (1 - kept) + freqs * kept
@@ -218,6 +227,7 @@ class AttentionConfig:
         head_dim: width of a head; 0 means ``embed_dim // num_heads``.
         bias: biases on all linear layers.
         qkv_bias: biases on queries, keys and values, also without `bias` (Qwen2).
+        out_bias: a bias on the output of attention, also without `bias`.
         qkv_clip: queries, keys and values are clamped to [-qkv_clip, qkv_clip] before norms and
             rotary positions (MPT; OLMo 1); 0: not clamped.
         qk_norm: RMSNorm on the queries and keys of each head (Dehghani et al. 2023; Qwen3).
@@ -244,6 +254,7 @@ class AttentionConfig:
     head_dim: int = 0
     bias: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False
     qkv_clip: float = 0.0
     qk_norm: bool = False
     qk_norm_across: bool = False
@@ -322,7 +333,7 @@ def out_defs(config: AttentionConfig, width: int, *, stddev: float, dtype: torch
         (config.num_heads, width, config.embed_dim),
         ("heads", None, "embed"),
         stddev=stddev,
-        bias=(config.embed_dim,) if config.bias else None,
+        bias=(config.embed_dim,) if config.bias or config.out_bias else None,
         bias_axes=("embed",),
         dtype=dtype,
         matrix=(2, 1),

@@ -81,6 +81,7 @@ class MLAConfig(AttentionConfig):
         v_head_dim: dims of a value, under latent attention.
         rope_interleaved: under latent attention, rotated pairs are neighbouring dims, as in
             DeepSeek's weights; otherwise dim i and i + half of them.
+        latent_eps: epsilon of the norms of latents; 0: `norm_eps`.
         rope_scaling: stretching of the rotary frequencies for longer sequences, or None.
 
     Raises:
@@ -93,6 +94,7 @@ class MLAConfig(AttentionConfig):
     rope_head_dim: int = 0
     v_head_dim: int = 0
     rope_interleaved: bool = True
+    latent_eps: float = 0.0
     rope_scaling: RopeScaling | None = None
 
     def __post_init__(self):
@@ -107,6 +109,11 @@ class MLAConfig(AttentionConfig):
         return self.head_size + self.rope_head_dim
 
     @property
+    def latent_norm_eps(self) -> float:
+        """Epsilon of the norms of latents."""
+        return self.latent_eps or self.norm_eps
+
+    @property
     def softmax_factor(self) -> float:
         """Multiplies 1 / sqrt(qk_head_dim); see `RopeScaling.softmax_factor`."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.softmax_factor
@@ -114,8 +121,8 @@ class MLAConfig(AttentionConfig):
 
 def latent_problems(config: MLAConfig) -> list[Problem]:
     """Options that do not fit latent attention, or that have no effect without it."""
-    names = ("q_rank", "rope_head_dim", "v_head_dim")
-    sizes: dict[str, int] = {name: getattr(config, name) for name in names}
+    names = ("q_rank", "rope_head_dim", "v_head_dim", "latent_eps")
+    sizes: dict[str, float] = {name: getattr(config, name) for name in names}
     if not config.kv_rank:
         return [
             Problem(name, str(size), "0 without kv_rank", "set kv_rank, or leave it out")
@@ -333,7 +340,7 @@ def _project_query_latent(
     if not config.q_rank:
         return x
     down = linear("q_down", x)
-    return norm(params["q_norm"], down, eps=config.norm_eps, kernels=kernels)
+    return norm(params["q_norm"], down, eps=config.latent_norm_eps, kernels=kernels)
 
 
 def _project_latents(
@@ -342,7 +349,7 @@ def _project_latents(
     """The latent of keys and values, normed, and the shared key, not yet rotated."""
     down = linear("kv_down", x)
     latent, k_rope = down.split([config.kv_rank, config.rope_head_dim], -1)
-    return norm(params["kv_norm"], latent, eps=config.norm_eps, kernels=kernels), k_rope
+    return norm(params["kv_norm"], latent, eps=config.latent_norm_eps, kernels=kernels), k_rope
 
 
 def _project_queries(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -98,10 +98,11 @@ def convert(
         source: ``run:PATH``, or ``SCHEME:PATH`` of a format.
         target: the other of the two; it must not exist.
         formats: by scheme; None: Hugging Face's only (`FORMATS`).
-        options: of the format's function; None and False are ignored. From Hugging Face: ``dtype``
-            of the parameters, and ``max_seq``, a longest sequence below the model's. To Hugging
-            Face: ``dtype``, ``averaged``, the run's averages of parameters, ``max_shard_bytes`` per
-            file, and ``quantise``, ``fp8-block`` or ``fp8-row``, as in `functron.hub.save`.
+        options: of the format's function; None, False and () are left out. From Hugging Face:
+            ``dtype`` of the parameters, ``max_seq``, a longest sequence below the model's, and
+            ``ignore``, entries of config.json that change nothing. To Hugging Face: ``dtype``,
+            ``averaged``, the run's averages of parameters, ``max_shard_bytes`` per file, and
+            ``quantise``, ``fp8-block`` or ``fp8-row``, as in `functron.hub.save`.
             Quantised weights can be read.
 
     Raises:
@@ -117,7 +118,7 @@ def convert(
         refuse("nothing to convert", "from and to", f"{kind}: and {other}:", wanted, fix)
     chosen = formats[kind if other == RUN else other]
     function = chosen.read if other == RUN else chosen.write
-    given = {name: x for name, x in options.items() if x is not None and x is not False}
+    given = {name: x for name, x in options.items() if x not in (None, False, ())}
     _check_options(given, chosen, function, formats)
     run_folder.refuse_existing(out, "cannot convert")
     return function(path, out, **given)
@@ -166,13 +167,15 @@ def _make_run(
     *,
     dtype: str | None = None,
     max_seq: int | None = None,
+    ignore: Sequence[str] = (),
 ) -> Conversion:
     # float16 needs a loss scale, which `fine_tuning` does not choose
     known: dict[str, Dtype] = {name: name for name in get_args(Dtype) if name != "float16"}
     if dtype is not None and dtype not in known:
         wanted, fix = "a dtype to train in", nearest(dtype, known)
         refuse("cannot convert", "dtype", repr(dtype), wanted, fix)
-    model = read_config(path, dtype=known[dtype] if dtype else None, max_seq=max_seq)
+    own = known[dtype] if dtype else None
+    model = read_config(path, dtype=own, max_seq=max_seq, ignore=ignore)
     if family_of(model).objective is None:
         fix = "use it in Python: hub.load_model(path), hub.save"
         others = [each.title for each in trained_families().values() if each.name != "gpt"]

@@ -212,12 +212,18 @@ def test_windows_of_families_that_have_them_in_all_layers():
     assert hub.format_for(replace(config, global_every=0)).model_type == "mistral"
 
 
+_COUNTS = {"n_routed_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 1}
+NEEDED = {"glm4_moe": {"head_dim": 128}, "dots1": _COUNTS, "deepseek_v2": _COUNTS}
+"""Entries without which there is no model, by transformers' own defaults."""
+
+
 @pytest.mark.parametrize("name", list(DECODERS))
 def test_defaults_are_those_of_transformers(name):
     """Entries that are not in config.json have transformers' defaults."""
-    theirs = tiny.transformers.AutoConfig.for_model(name)
+    given = NEEDED.get(name, {})
+    theirs = tiny.transformers.AutoConfig.for_model(name, **given)
     table = json.loads(theirs.to_json_string(use_diff=False))
-    assert not differences(parse({"model_type": name}), parse(table))
+    assert not differences(parse({"model_type": name, **given}), parse(table))
 
 
 @pytest.mark.parametrize("name", list(DECODERS))
@@ -227,7 +233,7 @@ def test_every_field_of_ours_is_accounted_for(name):
     covered = [field for entry in form.entries for field in entry.ours]
     assert len(covered) == len(set(covered))
     assert not set(covered) & set(free)
-    config = parse({"model_type": name})
+    config = parse({"model_type": name, **NEEDED.get(name, {})})
     assert not config_problems(config, form)
     for field in dataclasses.fields(gpt.GPTConfig):
         if field.name not in (*covered, *free):
@@ -273,6 +279,12 @@ def test_a_model_that_no_family_fits():
 
 
 LLAMA = {"model_type": "llama", **tiny.LLAMA}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [1.0, 3.0, 6.0, 12.0],
+    "original_max_position_embeddings": 16,
+}
 
 
 def refusal(table, **options) -> str:
@@ -285,7 +297,7 @@ def refusal(table, **options) -> str:
     ("changes", "reason"),
     [
         ({"hidden_act": "silo"}, "hidden_act: got 'silo'; wanted an activation.*did you mean 'silu'"),
-        ({"attention_bias": True}, "attention_bias and mlp_bias: got True and False; wanted the same"),
+        ({"attention_bias": "yes"}, "attention_bias: got 'yes'; wanted true or false"),
         ({"hidden_size": "32"}, "hidden_size: got '32'; wanted a whole number"),
         ({"num_hidden_layers": None}, "num_hidden_layers: got None; wanted a whole number"),
         ({"rms_norm_eps": True}, "rms_norm_eps: got True; wanted a number"),
@@ -295,7 +307,14 @@ def refusal(table, **options) -> str:
         ({"rope_interleaved": True}, "rope_interleaved: got True; wanted False"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5; wanted 1"),
         ({"rope_scaling": 3}, "rope_scaling: got 3; wanted an object or null"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type: got 'dynamic'.*null"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0, "alpha": 9.0}}, "rope_scaling.alpha: got 9.0"),
+        ({"rope_scaling": LONG_ROPE}, "rope_scaling.long_factor: got two sets.*pass max_seq=16 .*, or 24"),
+        ({"rope_scaling": {**LONG_ROPE, "original_max_position_embeddings": 99, "short_factor": 2}}, "short_factor: got 2"),
+        ({"use_qk_norm": True}, "use_qk_norm: got True; wanted an entry that is known.*--ignore use_qk"),
+        ({"logits_scaling": 8.0}, "logits_scaling: got 8.0; wanted an entry that is known"),
+        ({"max_window_layers": 2, "use_sliding_window": True}, "max_window_layers: got 2"),
+        ({"kv_channels": 16}, "kv_channels: got 16"),
+        ({"auto_map": {"AutoModelForCausalLM": "code.OtherForCausalLM"}, "architectures": ["LlamaForCausalLM"]}, "auto_map: got"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": 1}}, "rope_scaling.truncate: got 1"),
         ({"rope_scaling": {"type": "linaer", "factor": 4.0}}, "did you mean 'linear'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: got None; wanted a positive"),
@@ -324,6 +343,51 @@ def test_entries_that_change_nothing():
     }
     assert parse({**LLAMA, **extra}) == parse(LLAMA)
     assert parse({**LLAMA, "mine": 3}, ignore=["mine"]) == parse(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"unsloth_fixed": True, "unsloth_version": "2025.3.14", "neftune_noise_alpha": 5},
+        {"max_window_layers": 28, "use_sliding_window": False, "sliding_window": None},
+        {"hidden_dropout": 0.0, "kv_channels": 8, "attention_bias": False, "mlp_bias": False},
+        {"logits_scaling": 1, "residual_multiplier": 1.0, "use_parallel_residual": False},
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "auto_map": {
+                "AutoConfig": "configuration_llama.LlamaConfig",
+                "AutoModelForCausalLM": "org/repo--modeling_llama.LlamaForCausalLM",
+                "AutoTokenizer": ["tokens.OtherTokenizer", None],
+            },
+        },
+        {"rope_scaling": {"type": "dynamic", "factor": 4.0}},  # up to max_seq it does nothing
+    ],
+    ids=lambda entries: next(iter(entries)),
+)
+def test_entries_of_published_files_that_mean_nothing(entries):
+    assert parse({**LLAMA, **entries}) == parse(LLAMA)
+
+
+def test_kimi_k2_is_deepseek_v3():
+    table = {"model_type": "deepseek_v3", **tiny.DEEPSEEK}
+    config = parse({**table, "model_type": "kimi_k2"})
+    assert config == parse(table)
+    form = DECODERS["deepseek_v3"]
+    kept = {**table, "model_type": "kimi_k2"}
+    assert hub.write_config(config, form, kept=kept)["model_type"] == "kimi_k2"
+    assert hub.write_config(replace(config, rope_theta=5.0), form)["model_type"] == "deepseek_v3"
+
+
+def test_longropes_factors_are_those_of_the_longest_sequence():
+    table = {**LLAMA, "rope_scaling": LONG_ROPE}
+    short, long = parse(table, max_seq=16), parse(table, max_seq=24)
+    assert short.rope_scaling is not None
+    assert long.rope_scaling is not None
+    assert short.rope_scaling.factors == (1.0, 1.5, 2.0, 2.5)
+    assert long.rope_scaling.factors == (1.0, 3.0, 6.0, 12.0)
+    for config in (short, long):
+        assert hub.write_config(config, DECODERS["llama"], kept=table)["rope_scaling"] == LONG_ROPE
+        assert not differences(parse(hub.write_config(config, DECODERS["llama"])), config)
 
 
 def test_gemmas_settings():
@@ -392,13 +456,13 @@ def test_no_family_of_another_architecture_is_proposed():
     for name in sorted({*known, "deepseek_v32", "gpt_neox", "qwen4", "llama2"}):
         text = refusal({"model_type": name})
         assert "did you mean" not in text, text
-        assert f"'{name}' is not supported; supported: bert, deepseek_v3, " in text
+        assert f"'{name}' is not supported; supported: arcee, bert, deepseek_v2, " in text
     llava = {"model_type": "llava", "text_config": {"model_type": "pixtral"}}
     llava |= {"vision_config": {"model_type": "siglip_vision_model"}}
     text = refusal(llava)
     assert "did you mean" not in text
     assert "'siglip_vision_model' is not supported; supported: clip_vision_model" in text
-    assert "'pixtral' is not supported; supported: deepseek_v3, gemma, " in text
+    assert "'pixtral' is not supported; supported: arcee, deepseek_v2, " in text
 
 
 def test_files(tmp_path):

@@ -316,6 +316,28 @@ def test_what_cannot_be_converted(model, tmp_path, monkeypatch, source, target, 
     assert os.listdir(tmp_path) == ["model"]
 
 
+def test_published_entries_and_factors_of_long_ropes_there_and_back(tmp_path, capsys):
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "long_factor": [1.5, 3.0, 6.0, 12.0],
+        "original_max_position_embeddings": 8,
+    }
+    model = tiny.make("phi3", rope_parameters=rope, original_max_position_embeddings=8)
+    path = tiny.store(model, tmp_path / "model")
+    table = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**table, "unsloth_fixed": True, "made_by": 3}))
+    arguments = [f"hf:{path}", f"run:{tmp_path / 'run'}", "--max-seq", "8"]
+    assert main(["convert", *arguments]) == 2
+    assert "made_by: got 3; wanted an entry that is known" in capsys.readouterr().err
+    assert main(["convert", *arguments, "--ignore", "made_by"]) == 0
+    assert main(["convert", f"run:{tmp_path / 'run'}", f"hf:{tmp_path / 'out'}"]) == 0
+    back = tiny.read_back(tmp_path / "out")
+    assert all(map(torch.equal, model.state_dict().values(), back.state_dict().values()))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["made_by"] == 3
+
+
 def test_options(model, tmp_path):
     _, path = model
     with pytest.raises(ValueError, match=r"dtype: got 'float16'; wanted a dtype to train in"):

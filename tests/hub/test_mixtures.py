@@ -110,6 +110,8 @@ def test_a_step_of_training_comes_back(stored, tmp_path):
     model(tokens, labels=tokens).loss.backward()
     torch.optim.SGD(model.parameters(), 0.5).step()
     for name, value in model.named_parameters():
+        if not value.requires_grad:  # what balances ERNIE's routers
+            continue
         assert (value - before[name]).abs().max() > 1e-4, name
         torch.testing.assert_close(back[name], value.detach(), rtol=1e-5, atol=2e-6)
 
@@ -250,14 +252,13 @@ def refusal(name: str, **changes) -> str:
         ("qwen3-moe", {"decoder_sparse_step": 2}, "got 2 and []: dense layers 0, 2; wanted the first"),
         ("qwen3-moe", {"mlp_only_layers": [1]}, "got 1 and [1]: dense layers 1; wanted the first ones"),
         ("qwen3-moe", {"decoder_sparse_step": 0}, "got 0 and []; wanted a whole number and a list"),
-        ("qwen3-moe", {"attention_bias": True}, "attention_bias: got True; wanted False"),
-        ("deepseek-v3", {"rms_norm_eps": 1e-5}, "norm_eps: got 1e-05; wanted 1e-06: that of the norms"),
+        ("deepseek-v3", {"attention_bias": True}, "attention_bias: got True; wanted False"),
         ("deepseek-v3", {"n_shared_experts": None}, "n_shared_experts: got None; wanted at least 1"),
         ("deepseek-v3", {"topk_method": "greedy"}, "topk_method: got 'greedy'; wanted 'noaux_tc'"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func: got 'softmax'; wanted 'sigmoid'"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq: got 2; wanted 1"),
         ("deepseek-v3", {"num_key_value_heads": 2}, "num_kv_heads"),
-        ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "dequantize=True, then save_pretr"),
+        ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "transformers cannot make one of gptq"),
         ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit: got 5.0; wanted 7.0"),
         ("gpt-oss", {"swiglu_alpha": 1.0}, "swiglu_alpha: got 1.0; wanted 1.702"),
         ("gpt-oss", {"attention_bias": False}, "attention_bias: got False; wanted True"),

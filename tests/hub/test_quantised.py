@@ -283,7 +283,8 @@ def test_a_model_that_came_in_fp8_is_exported_as_is_asked(tmp_path):
 
 REFUSED = {
     "no method": ({"bits": 4}, "quantization_config: got.*wanted quant_method fp8, compressed"),
-    "another": ({"quant_method": "awq"}, "quant_method: got 'awq'.*dequantize=True, then save_pre"),
+    "another": ({"quant_method": "awq"}, "quant_method: got 'awq'.*base_model of its card.*one of awq"),
+    "bnb": ({"quant_method": "bitsandbytes"}, r"got 'bitsandbytes'.*with model\.dequantize\(\), then"),
     "packed": ({**compressed("channel"), "format": "pack-quantized"},
                "config_groups.group_0.format: got 'pack-quantized'; wanted 'float-quantized'"),
     "bits": (compressed("channel", num_bits=4), "weights.num_bits: got 4; wanted 8"),

@@ -138,6 +138,29 @@ def test_a_config_of_another_model(model):
     hub.load(model, replace(LLAMA, max_seq=4, dropout=0.1, dtype="bfloat16"))
 
 
+def test_pointers_of_git_lfs_are_named(model):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n"
+    (model / "model.safetensors").write_text(pointer)
+    wanted = r"model.safetensors: got a pointer of git-lfs, .*; fix: fetch it: git lfs pull"
+    with pytest.raises(ValueError, match=wanted):
+        hub.load(model)
+    (model / "config.json").write_text(pointer)
+    with pytest.raises(ValueError, match=r"config.json: got a pointer of git-lfs"):
+        hub.load(model)
+
+
+def test_weights_that_are_no_numbers(model):
+    tensors = named(model)
+    names = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight")
+    for name in names:
+        tensors[name][3, 5] = float("nan")
+    rewrite(model, tensors)
+    text = refusal(model)
+    for name in names:
+        assert f"\n  - {name}: got NaN; wanted numbers; fix: copy" in text
+    assert text.count("\n  - ") == 2
+
+
 # Exports
 
 

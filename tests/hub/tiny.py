@@ -43,7 +43,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
-LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+LINEAR = {"rope_theta": 5000.0, "factor": 4.0}
+LINEAR_ROPE = {"rope_type": "linear", **LINEAR}
 
 YARN = {
     "rope_type": "yarn",
@@ -53,12 +54,16 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 1.3,
 }
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "llama-tied": ("Llama", {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     "llama3.1": ("Llama", {**LLAMA, "rope_parameters": LLAMA3_ROPE, "head_dim": 8}),
     "llama-linear": ("Llama", {**LLAMA, "rope_parameters": LINEAR_ROPE}),
+    "llama-attention-biases": ("Llama", {**LLAMA, "attention_bias": True}),
+    "llama-mlp-biases": ("Llama", {**LLAMA, "mlp_bias": True}),
+    "llama-dynamic": ("Llama", {**LLAMA, "rope_parameters": {"rope_type": "dynamic", **LINEAR}}),
     "llama-biases": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {**LLAMA, "head_dim": 12, "sliding_window": MAX_SEQ}),
     "mistral-window": ("Mistral", {**LLAMA, "sliding_window": 5}),
@@ -123,6 +128,56 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {**LLAMA, **TOKENS, "head_dim": 12}),
     "glm4": ("Glm4", {**LLAMA, **TOKENS, "head_dim": 8, "attention_bias": False}),
     "smollm3": ("SmolLM3", {**LLAMA, **TOKENS, "no_rope_layer_interval": 2}),
+    "arcee": ("Arcee", {**LLAMA, **TOKENS, "mlp_bias": True}),
+    "seed-oss": ("SeedOss", {**LLAMA, **TOKENS, "head_dim": 12}),
+    "ernie": ("Ernie4_5", {**LLAMA, **TOKENS, "head_dim": 12, "use_bias": True}),
+    "granite": (
+        "Granite",
+        {
+            **LLAMA,
+            **TOKENS,
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "exaone4": ("Exaone4", {**LLAMA, **TOKENS, "sliding_window": 4, "sliding_window_pattern": 2}),
+    "exaone4-full": (
+        "Exaone4",
+        {
+            **LLAMA,
+            **TOKENS,
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * LAYERS,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            **LLAMA,
+            **TOKENS,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": LLAMA3_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "starcoder2": ("Starcoder2", {**LLAMA, **TOKENS, "sliding_window": 5}),
+    "stablelm": ("StableLm", {**LLAMA, **TOKENS, "rope_parameters": PARTIAL}),
+    "stablelm-parallel": (
+        "StableLm",
+        {
+            **LLAMA,
+            **TOKENS,
+            "use_parallel_residual": True,
+            "use_qkv_bias": True,
+            "rope_parameters": PARTIAL,
+        },
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", {**GPT2, "n_inner": MLP, "tie_word_embeddings": False}),
 }
@@ -157,12 +212,24 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", QWEN3_MOE),
     "qwen3-moe-dense": (
         "Qwen3Moe",
-        {**QWEN3_MOE, "mlp_only_layers": [0], "norm_topk_prob": False, "tie_word_embeddings": True},
+        {
+            **QWEN3_MOE,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
     ),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK),
     "deepseek-v3-yarn": (
         "DeepseekV3",
-        {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": YARN, "rope_interleave": False},
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "rope_parameters": YARN,
+            "rope_interleave": False,
+            "rms_norm_eps": 1e-3,  # latents have another
+        },
     ),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss-rope": (
@@ -174,6 +241,53 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+BALANCED = {
+    **LLAMA, **TOKENS, "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7, "norm_topk_prob": True,
+}  # fmt: skip
+MIXTURES |= {
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            **LLAMA, **TOKENS, "num_experts": 6, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "olmoe": ("Olmoe", {**LLAMA, **TOKENS, "num_experts": 6, "num_experts_per_tok": 2}),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **BALANCED, "use_qk_norm": True, "attention_bias": True, "head_dim": 12,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "dots1": ("Dots1", {**BALANCED, "sliding_window": 4, "layer_types": [
+        "sliding_attention", "full_attention", "sliding_attention"]}),
+    "ernie-moe": (
+        "Ernie4_5_Moe",
+        {
+            **LLAMA, **TOKENS, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20,
+            "moe_num_shared_experts": 2,
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            **LLAMA, **TOKENS, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 12,
+            "rotary_dim": 6,
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
+    ),
+    "deepseek-v2-lite": (
+        "DeepseekV2",
+        {**DEEPSEEK, "q_lora_rank": None, "n_group": None, "topk_group": None, "rope_parameters": YARN},
+    ),
+}  # fmt: skip
 """The same of models with layers of experts."""
 
 

@@ -47,6 +47,15 @@ MODELS = {
         BASE, num_kv_heads=1, head_dim=6, rope_pairs="neighbours", qk_norm=True,
         norm="bare_layer", sublayer_norms="both", rope_sections=(1, 2),
     ),
+    "neox": replace(
+        BASE, num_kv_heads=4, norm="layer", parallel_residual=True, gated=False, qkv_bias=True,
+        out_bias=True, rope_fraction=0.5,
+    ),
+    "granite": replace(
+        BASE, num_kv_heads=4, parallel_residual=True, sublayer_norms="shared", mlp_bias=True,
+        residual_scale=0.3, logit_scale=2.5,
+        rope_scaling=nn.RopeScaling(kind="longrope", factors=(1.5, 4.0), attention_factor=1.2),
+    ),
 }  # fmt: skip
 MESHES = [(Mesh(tp=2), "", "none"), (Mesh(dp=2, tp=8), "sequence-parallel", "full")]
 LONG = [
@@ -150,6 +159,18 @@ def test_capped_logits_cannot_be_made_in_chunks():
         ({"rope_sections": (2,)}, r"rope_sections: got \(2,\); wanted two numbers or more"),
         ({"rope_sections": (2, 0)}, r"rope_sections: got \(2, 0\)"),
         ({"rope_sections": (1, 1), "positions": "learned"}, r"rope_sections: got \(1, 1\); wanted"),
+        ({"sublayer_norms": "shared"}, "sublayer_norms: got 'shared' with parallel_residual=False"),
+        ({"parallel_residual": True, "sublayer_norms": "both"}, "sublayer_norms: got 'both' with"),
+        ({"residual_scale": 0.0}, "residual_scale: got 0.0; wanted a positive number"),
+        (
+            {"rope_scaling": nn.RopeScaling(kind="longrope", factors=(1.0,))},
+            "factors: got 1 of them",
+        ),
+        (
+            {"rope_scaling": nn.RopeScaling(factors=(1.0, 2.0))},
+            "factors: got 2 of them; wanted none",
+        ),
+        ({"latent_eps": 1e-5}, "latent_eps: got 1e-05; wanted 0 without kv_rank"),
     ],
 )
 def test_impossible_variants_are_refused(changes, message):

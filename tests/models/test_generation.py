@@ -50,6 +50,9 @@ CONFIGS = {
     "latent": replace(
         BASE, kv_rank=8, q_rank=8, rope_head_dim=4, v_head_dim=6, num_kv_heads=4, head_dim=4
     ),
+    "parallel": replace(
+        BASE, parallel_residual=True, sublayer_norms="shared", residual_scale=0.5, logit_scale=2.0,
+    ),
     "experts": replace(BASE, moe=MoEConfig(4, 2, 12), dense_layers=1),
     "fused": replace(BASE, num_heads=8, num_kv_heads=4, qk_norm=True, fused_projections=True),
 }  # fmt: skip

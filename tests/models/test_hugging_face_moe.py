@@ -49,10 +49,11 @@ def expected(model, config) -> tuple[torch.Tensor, dict]:
     """
     tokens = tiny.tokens()
     loss = model(tokens, labels=tokens).loss
-    names, leaves = zip(*model.named_parameters(), strict=True)
+    trained = ((name, value) for name, value in model.named_parameters() if value.requires_grad)
+    names, leaves = zip(*trained, strict=True)
     named = dict(zip(names, torch.autograd.grad(loss, leaves), strict=True))
     bias = "e_score_correction_bias"
-    named |= {k: torch.zeros_like(v) for k, v in model.named_buffers() if k.endswith(bias)}
+    named |= {k: torch.zeros_like(v) for k, v in model.state_dict().items() if k.endswith(bias)}
     return loss.detach(), hub.from_tensors(model.config.model_type, config, named)
 
 

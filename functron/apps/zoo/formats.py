@@ -243,6 +243,8 @@ T5 = HubFormat(
         (r"(encoder|decoder)\.embed_tokens\.weight", "embed"),
         (r"lm_head\.weight", "embed"),
     ),
+    # transformers 5 ties what it makes in any case
+    stand_ins=(("lm_head.weight", "shared.weight"),),
     ignored=(
         *("dropout_rate", "classifier_dropout", "initializer_factor", "n_positions"),
         *("output_past", "gradient_checkpointing"),

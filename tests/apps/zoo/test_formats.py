@@ -304,7 +304,7 @@ SPOILT = {
     ),
     "vit": (
         {
-            "hidden_act": "relu", "image_size": [8, 16], "qkv_bias": False, "head_dim": 8,
+            "hidden_act": "relu", "image_size": [8, 16], "qkv_bias": False, "head_dim": 6,
             "num_labels": 7,
         },
         ("hidden_act", "image_size", "qkv_bias", "head_dim", "id2label"),
@@ -490,6 +490,20 @@ def test_infinity_as_older_versions_wrote_it(models):
     table = json.loads((models("mamba2")[0] / "config.json").read_text())
     config = hub.reader.parse(table | {"time_step_limit": [0.25, math.inf]})
     assert config.dt_min == 0.25
+
+
+def test_a_t5_that_transformers_5_has_tied(tmp_path):
+    """Its config says that the output is not divided, and its files have no head of their own."""
+    model = tiny_others.make_tied_t5()
+    model.save_pretrained(tmp_path / "model")
+    expected = tiny_others.theirs("t5-1.0", model)
+    config, params = hub.load_model(tmp_path / "model")
+    assert not config.tied
+    close = {"rtol": 1e-5, "atol": 1e-5 * expected.abs().max().item()}
+    torch.testing.assert_close(tiny_others.ours("t5-1.0", config, params), expected, **close)
+    hub.save(tmp_path / "out", config, params, like=tmp_path / "model")
+    back = tiny_others.read_back("t5-1.0", tmp_path / "out")
+    torch.testing.assert_close(tiny_others.theirs("t5-1.0", back), expected, **close)
 
 
 DECODERS_OF_LLAVA = [

@@ -178,6 +178,11 @@ def make(name: str) -> torch.nn.Module:
     return _make(case.model, case.settings(), untied=name == "t5-1.1")
 
 
+def make_tied_t5() -> torch.nn.Module:
+    """A T5 whose output is not divided, with one matrix, as transformers 5 makes and stores it."""
+    return _make(_T5, _t5(tie_word_embeddings=False))
+
+
 def make_llava(text: str, settings: dict[str, Any]) -> torch.nn.Module:
     """The same of a LLaVA with a decoder of this family."""
     text = "Gemma3Text" if text == "Gemma3" else text
