@@ -181,7 +181,7 @@ class _Matrix(NamedTuple):
     @property
     def is_linear(self) -> bool:
         """Whether it is that of a linear layer that can be adapted."""
-        return not self.routed and _num_inputs(self.w) is not None
+        return not self.routed and num_inputs(self.w) is not None
 
 
 def _find_matrices(defs: tree.Tree, path: str = "", routed: bool = False) -> Iterator[_Matrix]:
@@ -192,6 +192,11 @@ def _find_matrices(defs: tree.Tree, path: str = "", routed: bool = False) -> Ite
     for name, entry in defs.items():
         inside = (routed or "router" in defs) and name != "shared"
         yield from _find_matrices(entry, _under(path, name), inside)
+
+
+def linear_layers(defs: tree.Tree) -> list[str]:
+    """The paths of all layers that `lora_defs` can adapt."""
+    return _split_matrices(defs)[0]
 
 
 def _split_matrices(defs: tree.Tree) -> tuple[list[str], dict[str, bool]]:
@@ -214,8 +219,8 @@ def _under(path: str, name: str) -> str:
     return f"{path}/{name}" if path else name
 
 
-def _num_inputs(w: ParamDef) -> int | None:
-    """How many dims of a matrix, after the stacked one, are its inputs'; None: it is none."""
+def num_inputs(w: ParamDef) -> int | None:
+    """How many dims of a matrix, after the stacked one, are its inputs'; None: not linear."""
     axes = w.axes[w.axes[:1] == (_STACKED,) :]
     if len(axes) < 2 or _STREAM not in (axes[0], axes[-1]):
         return None
@@ -223,7 +228,7 @@ def _num_inputs(w: ParamDef) -> int | None:
 
 
 def _adapter(w: ParamDef, lora: LoRA) -> Adapter:
-    stacked, inputs = int(w.axes[0] == _STACKED), _num_inputs(w)
+    stacked, inputs = int(w.axes[0] == _STACKED), num_inputs(w)
     assert inputs is not None
     cut = stacked + inputs
     size = math.prod(w.shape[stacked:cut])
@@ -265,6 +270,54 @@ def _flags(value: tree.Tree, flags: Adapter, *, rest: bool = False) -> tree.Tree
         return isinstance(node, Adapter)
 
     return tree.map(lambda node: flags if is_adapter(node) else rest, value, is_leaf=is_adapter)
+
+
+def attach(params: tree.Tree, adapters: tree.Tree) -> tree.Tree:
+    """`params` with these adapters beside their matrices, in place of those that they had.
+
+    To switch among several, attach another one; both trees stay as they are.
+
+    Args:
+        adapters: a tree of dicts with `Adapter` entries ``"lora"``, such as the second of `split`.
+    """
+    if not isinstance(params, Mapping):
+        return params
+    own = adapters if isinstance(adapters, Mapping) else {}
+    found = {k: attach(x, own.get(k)) for k, x in params.items() if k != LORA}
+    return {**found, LORA: own[LORA]} if own.get(LORA) is not None else found
+
+
+def combine(adapters: Iterable[tuple[tree.Tree, float]]) -> tree.Tree:
+    """One tree of adapters that adds ``sum of weight * scale A B`` of several, of the ranks' sum.
+
+    `attach` and `merge` then give the weighted sum, rounded once. Layers that not all have are
+    those of the adapters that do.
+
+    Args:
+        adapters: trees as `attach` takes them, each with its weight.
+    """
+    rows = [(each, weight) for each, weight in adapters if isinstance(each, Mapping)]
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for each, _ in rows for name in each):
+        inner = [(each[name], weight) for each, weight in rows if each.get(name) is not None]
+        if name != LORA:
+            found[name] = combine(inner)
+        elif inner:
+            found[name] = _concatenate(inner)
+    return found
+
+
+def _concatenate(adapters: list[tuple[Adapter, float]]) -> Adapter:
+    """Columns of a and rows of b side by side; the scales are in b."""
+    first = adapters[0][0]
+    stacked = first.scale.dim()
+    columns = []
+    for (_, b, scale), weight in adapters:
+        kind = torch.promote_types(b.dtype, torch.float32)
+        factor = (scale.to(kind) * weight).reshape(*scale.shape, *[1] * (b.dim() - stacked))
+        columns.append((b.to(kind) * factor).to(b.dtype))
+    a = torch.cat([each.a for each, _ in adapters], -1)
+    return Adapter(a, torch.cat(columns, stacked), torch.ones_like(first.scale))
 
 
 def has_adapters(paths: Iterable[str]) -> bool:
