@@ -273,13 +273,7 @@ def _flags(value: tree.Tree, flags: Adapter, *, rest: bool = False) -> tree.Tree
 
 
 def attach(params: tree.Tree, adapters: tree.Tree) -> tree.Tree:
-    """`params` with these adapters beside their matrices, in place of those that they had.
-
-    To switch among several, attach another one; both trees stay as they are.
-
-    Args:
-        adapters: a tree of dicts with `Adapter` entries ``"lora"``, such as the second of `split`.
-    """
+    """`params` with these adapters, as of `split`, in place of those that they had; both stay."""
     if not isinstance(params, Mapping):
         return params
     own = adapters if isinstance(adapters, Mapping) else {}
@@ -290,11 +284,8 @@ def attach(params: tree.Tree, adapters: tree.Tree) -> tree.Tree:
 def combine(adapters: Iterable[tuple[tree.Tree, float]]) -> tree.Tree:
     """One tree of adapters that adds ``sum of weight * scale A B`` of several, of the ranks' sum.
 
-    `attach` and `merge` then give the weighted sum, rounded once. Layers that not all have are
-    those of the adapters that do.
-
     Args:
-        adapters: trees as `attach` takes them, each with its weight.
+        adapters: trees as `attach` takes them, perhaps of different layers, each with its weight.
     """
     rows = [(each, weight) for each, weight in adapters if isinstance(each, Mapping)]
     found: dict[str, Any] = {}
