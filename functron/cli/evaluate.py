@@ -51,6 +51,13 @@ from functron.training.evaluation import (
 from functron.training.records import finite
 from functron.training.run import own_part
 from functron.training.setup import make_setup, rules_of
+from functron.training.tasks import (
+    TasksConfig,
+    check_tasks,
+    language_problems,
+    make_language_model,
+    score_tasks,
+)
 from functron.transforms import Gather
 
 TextProgram = Callable[[dict, Mesh | BoundMesh, torch.device], str]
@@ -62,7 +69,7 @@ _LOSS_CHUNK_TOKENS = 1024  # limits the memory of logits
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(RunOptions):
-    """Evaluate a trained model on held-out texts: loss, perplexity, and bits per byte.
+    """Evaluate a trained model on held-out texts, or on tasks: loss, perplexity, and bits per byte.
 
     Every token of a text but the first is predicted once, from up to seq tokens before it. A file
     of text is one text; a file of tokens is one text too, or one per document where the run masks
@@ -80,6 +87,13 @@ class EvaluateOptions(RunOptions):
         batch: windows per batch, over all ranks; 0: as many tokens per rank as in the run.
         compile: compile what computes the loss, for long sets: all windows are then padded to the
             length of the longest. Experts have the room that --expert-room of the run bounds.
+        tasks: tasks of lm-evaluation-harness in place of texts, by names separated by commas
+            (pip install lm-eval).
+        task_folder: YAML files of more tasks.
+        core: folder of local tasks, core.yaml, eval_meta_data.csv and eval_data/, as the bundles of
+            DCLM's CORE metric.
+        shots: solved examples before each question of tasks; -1: as each task has it.
+        limit: questions of each task; 0: all.
         json: print a JSON object instead of lines.
     """
 
@@ -89,13 +103,40 @@ class EvaluateOptions(RunOptions):
     batches: int = setting(0, least=0)
     batch: int = setting(0, least=0)
     compile: bool = False
+    tasks: str = ""
+    task_folder: str = ""
+    core: str = ""
+    shots: int = setting(-1, least=-1)
+    limit: int = setting(0, least=0)
     json: bool = False
+
+    @property
+    def asked(self) -> TasksConfig:
+        """The tasks to evaluate on."""
+        size = self.batch or TasksConfig.batch
+        return TasksConfig(self.tasks, self.core, self.task_folder, 0, self.shots, self.limit, size)
+
+
+_TEXTS = Need(lambda c: not c.asked.is_asked, "texts", "leave it out with --tasks and --core")
+_TASKS = Need(lambda c: c.asked.is_asked, "tasks", "set --tasks, or --core")
+_HARNESS = Need(lambda c: bool(c.tasks), "tasks of lm-evaluation-harness", "set --tasks")
+
+EVALUATE_NEEDS: Needs = MappingProxyType(
+    {
+        **dict.fromkeys(("data", "seq", "stride", "batches", "compile", "uneven"), _TEXTS),
+        **dict.fromkeys(("task_folder", "shots"), _HARNESS),
+        "limit": _TASKS,
+    }
+)
+"""Conditions under which options have an effect."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the numbers of every set."""
-    options = parse(EvaluateOptions, arguments, "evaluate")
+    """Print the numbers of every set, or task."""
+    options = parse(EvaluateOptions, arguments, "evaluate", needs=EVALUATE_NEEDS)
     here = current()
+    if options.asked.is_asked:
+        return _run_tasks(options, arguments, here)
     with mistakes():
         mesh = Mesh.parse(options.mesh)
         config = _configure(options, mesh)
@@ -117,6 +158,33 @@ def run(arguments: Sequence[str]) -> int:
         print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr, flush=True)
         lines = [json.dumps(finite(found))] if options.json else _format_scores(found)
         print("\n".join(lines), flush=True)
+    return 0
+
+
+def _run_tasks(options: EvaluateOptions, arguments: Sequence[str], here: Process | None) -> int:
+    """Print the numbers of every task."""
+    with mistakes():
+        mesh = Mesh.parse(options.mesh)
+        config = load(options.run / run_folder.CONFIG, known_only=True)
+        config = configure(config, parallelism=ParallelismConfig(options.mesh))
+        found = [*number_problems(options), *options.problems(mesh, here)]
+        raise_problems("cannot evaluate", [*found, *language_problems(config, mesh)])
+        check_tasks(options.asked)
+        kind = choose_device(options.device, options.nproc)
+        grow_segments(kind)
+        tokenizer = _open_tokenizer("", options.run, config)
+    if here is None and options.nproc:
+        return launch(options.nproc, ["-m", "functron", "evaluate", *arguments])
+    with mistakes():
+        bound, device = join(mesh, here, kind)
+        params, size = _read_params(options, config, bound, device), options.asked.batch
+        model = make_language_model(params, config.gpt, tokenizer, bound, batch_size=size)
+        scores = score_tasks(model, options.asked)
+    leave()
+    if here is None or here.rank == 0:
+        named = scores.items()
+        lines = [f"{task}: {name} {x:.4f}" for task, own in named for name, x in own.items()]
+        print(json.dumps(finite(scores)) if options.json else "\n".join(lines), flush=True)
     return 0
 
 
@@ -395,7 +463,7 @@ def sample(arguments: Sequence[str]) -> int:
         _check_prompt(options, config, mesh, here)
         kind = choose_device(options.device, options.nproc)
         grow_segments(kind)
-        tokenizer = _open_tokenizer(options, config)
+        tokenizer = _open_tokenizer(options.tokenizer, options.run, config)
         complete = _continue_prompt if config.family.respond is None else _answer_prompt
         program = complete(options, config, tokenizer)
     if here is None and options.nproc:
@@ -435,7 +503,7 @@ def _check_prompt(
 
 
 def _read_params(
-    options: SampleOptions,
+    options: RunOptions,
     config: TrainConfig,
     mesh: Mesh | BoundMesh,
     device: torch.device,
@@ -522,11 +590,12 @@ def _cut_at_stop(tokens: list[int], stops: Collection[int]) -> list[int]:
     return tokens[: next(ends, len(tokens)) + 1]
 
 
-def _open_tokenizer(options: SampleOptions, config: TrainConfig) -> TextTokenizer:
-    if options.tokenizer:
+def _open_tokenizer(given: str, run: Path, config: TrainConfig) -> TextTokenizer:
+    """The tokenizer that is given, or else the run's own."""
+    if given:
         how = {"pattern": config.data.tokenizer_pattern, "rules": config.data.rules}
-        return open_tokenizer(options.tokenizer, **how)
-    found = data.tokenizer_of(configure(config, out=str(options.run)))
+        return open_tokenizer(given, **how)
+    found = data.tokenizer_of(configure(config, out=str(run)))
     if found is None and data.is_on_disk(config):
         got = "a run on tokens without a tokenizer"
         fix = "name it: --tokenizer FILE, or --tokenizer bytes"

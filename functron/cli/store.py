@@ -47,6 +47,8 @@ class ConvertOptions:
         quantise: write the matrices of attention, feed-forward layers and experts in FP8: fp8-block
             with scales of 128x128 blocks, as DeepSeek-V3, if 128 divides both sides; fp8-row with
             one scale per output, as compressed-tensors; empty: no.
+        adapter: export the low-rank additions of a run alone, as PEFT has them: adapter_config.json
+            and adapter_model.safetensors.
         model: preset for a Megatron checkpoint without arguments, of which only the parameters are
             read.
         ignore: entries of config.json that do not change what the model computes, which are refused
@@ -61,6 +63,7 @@ class ConvertOptions:
     averaged: bool = False
     max_seq: int = 0
     quantise: Literal["", "fp8-block", "fp8-row"] = ""
+    adapter: bool = False
     model: str = ""
     ignore: tuple[str, ...] = ()
     expert_parallel: int = 1
@@ -80,6 +83,7 @@ def convert(arguments: Sequence[str]) -> int:
             averaged=options.averaged,
             max_seq=options.max_seq or None,
             quantise=options.quantise or None,
+            adapter=options.adapter,
             model=options.model or None,
             ignore=options.ignore,
             expert_parallel=options.expert_parallel if options.expert_parallel != 1 else None,

@@ -125,7 +125,7 @@ def open_folder(path: str | Path) -> TensorSource:
         problems.append(_explain_no_weights(folder))
     stored: dict[str, Stored] = {}
     for file in files:
-        found = _open_file(file, problems)
+        found = open_file(file, problems)
         problems += [
             Problem(file.name, f"{name}, which {stored[name].file.name} has", "every tensor once")
             for name in found
@@ -223,7 +223,7 @@ def _check_index(weight_map: Mapping[str, str], stored: Mapping[str, Stored]) ->
             yield Problem(name, f"in {found}", f"in {file}, as the index says", fix)
 
 
-def _open_file(file: Path, problems: list[Problem]) -> dict[str, Stored]:
+def open_file(file: Path, problems: list[Problem]) -> dict[str, Stored]:
     """The tensors of one file; if it is broken none, and a problem is added."""
     again = "copy or download the file again"
     try:

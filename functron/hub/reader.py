@@ -124,18 +124,19 @@ def read_table(path: str | Path) -> dict[str, Any]:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """Refuse a folder with a PEFT adapter, of which only the base would be read."""
+    """Refuse a folder with a PEFT adapter, of which only the base would be read here."""
     if not files.exists(folder / ADAPTER):
         return
     wanted = "a merged model: only the base would be read"
     out = "PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload().save_pretrained(OUT)"
-    fix = f"merge it with peft: {out}; or move it elsewhere, for the base alone"
+    fix = "functron convert hf:FOLDER run:RUN reads both; for the base alone, move it elsewhere"
     got = "an adapter (PEFT)"
     if not files.exists(folder / CONFIG):
         table = files.read_json(folder / ADAPTER)
         base = table.get("base_model_name_or_path") if isinstance(table, Mapping) else None
         got = f"an adapter (PEFT) of {base}" if base else got
-        wanted, fix = f"a folder with {CONFIG} and weights", f"merge it with peft: {out}"
+        wanted = f"a folder with {CONFIG} and weights"
+        fix = f"functron convert hf:FOLDER run:RUN, where the base is local; or merge it: {out}"
     refuse("cannot use an adapter", str(folder / ADAPTER), got, wanted, fix)
 
 

@@ -73,13 +73,14 @@ def check(
         ValueError: experts for which tokens compete, an attention without a form for caches, or
             axes that split sequences or layers.
     """
-    problems = _cache_problems(config, mesh, options)
+    problems = cache_problems(config, mesh, options)
     raise_problems("cannot generate with a cache", problems)
 
 
-def _cache_problems(
+def cache_problems(
     config: GPTConfig, mesh: Mesh | BoundMesh | None = None, options: ModelOptions | None = None
 ) -> list[Problem]:
+    """The problems that `check` raises."""
     problems = []
     moe, fix = config.moe, "generate without a cache: one rank, prompts of one length"
     if moe is not None and (moe.routing == "expert_choice" or moe.capacity_factor):
@@ -404,7 +405,7 @@ def generate(
         longest = total if lengths is not None else 0
         _require_cache(config, mesh, options, logits is None, longest)
     elif with_cache:
-        with_cache = not _cache_problems(config)
+        with_cache = not cache_problems(config)
     if with_cache:
         steps = _iterate_with_cache(params, config, tokens, lengths, num_tokens, mesh, options)
     else:
@@ -416,7 +417,7 @@ def generate(
 
 def _require_cache(config, mesh, options, by_model: bool, total: int) -> None:
     """Refuse arguments that need a cache, of `total` tokens, where there can be none."""
-    found = _cache_problems(config, mesh, options)
+    found = cache_problems(config, mesh, options)
     if not by_model:
         wanted, fix = "None with mesh, lengths or options", "leave it out, or those"
         found.append(Problem("logits", "a function", wanted, fix))

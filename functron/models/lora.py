@@ -184,7 +184,7 @@ class _Matrix(NamedTuple):
     @property
     def is_linear(self) -> bool:
         """Whether it is that of a linear layer that can be adapted."""
-        return not self.routed and _num_inputs(self.w) is not None
+        return not self.routed and num_inputs(self.w) is not None
 
 
 def _find_matrices(defs: tree.Tree, path: str = "", routed: bool = False) -> Iterator[_Matrix]:
@@ -195,6 +195,11 @@ def _find_matrices(defs: tree.Tree, path: str = "", routed: bool = False) -> Ite
     for name, entry in defs.items():
         inside = routed or ("router" in defs and name not in ("shared", "experts"))
         yield from _find_matrices(entry, _under(path, name), inside)
+
+
+def linear_layers(defs: tree.Tree) -> list[str]:
+    """The paths of all layers that `lora_defs` can adapt."""
+    return _split_matrices(defs)[0]
 
 
 def _split_matrices(defs: tree.Tree) -> tuple[list[str], dict[str, bool]]:
@@ -217,8 +222,8 @@ def _under(path: str, name: str) -> str:
     return f"{path}/{name}" if path else name
 
 
-def _num_inputs(w: ParamDef) -> int | None:
-    """How many dims of a matrix, after the stacked ones, are its inputs'; None: it is none."""
+def num_inputs(w: ParamDef) -> int | None:
+    """How many dims of a matrix, after the stacked ones, are its inputs'; None: not linear."""
     axes = w.axes[_num_stacked(w) :]
     if len(axes) < 2 or _STREAM not in (axes[0], axes[-1]):
         return None
@@ -230,7 +235,7 @@ def _num_stacked(w: ParamDef) -> int:
 
 
 def _adapter(w: ParamDef, lora: LoRA) -> Adapter:
-    stacked, inputs = _num_stacked(w), _num_inputs(w)
+    stacked, inputs = _num_stacked(w), num_inputs(w)
     assert inputs is not None
     cut = stacked + inputs
     size = math.prod(w.shape[stacked:cut])
@@ -272,6 +277,45 @@ def _flags(value: tree.Tree, flags: Adapter, *, rest: bool = False) -> tree.Tree
         return isinstance(node, Adapter)
 
     return tree.map(lambda node: flags if is_adapter(node) else rest, value, is_leaf=is_adapter)
+
+
+def attach(params: tree.Tree, adapters: tree.Tree) -> tree.Tree:
+    """`params` with these adapters, as of `split`, in place of those that they had; both stay."""
+    if not isinstance(params, Mapping):
+        return params
+    own = adapters if isinstance(adapters, Mapping) else {}
+    found = {k: attach(x, own.get(k)) for k, x in params.items() if k != LORA}
+    return {**found, LORA: own[LORA]} if own.get(LORA) is not None else found
+
+
+def combine(adapters: Iterable[tuple[tree.Tree, float]]) -> tree.Tree:
+    """One tree of adapters that adds ``sum of weight * scale A B`` of several, of the ranks' sum.
+
+    Args:
+        adapters: trees as `attach` takes them, perhaps of different layers, each with its weight.
+    """
+    rows = [(each, weight) for each, weight in adapters if isinstance(each, Mapping)]
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for each, _ in rows for name in each):
+        inner = [(each[name], weight) for each, weight in rows if each.get(name) is not None]
+        if name != LORA:
+            found[name] = combine(inner)
+        elif inner:
+            found[name] = _concatenate(inner)
+    return found
+
+
+def _concatenate(adapters: list[tuple[Adapter, float]]) -> Adapter:
+    """Columns of a and rows of b side by side; the scales are in b."""
+    first = adapters[0][0]
+    stacked = first.scale.dim()
+    columns = []
+    for (_, b, scale), weight in adapters:
+        kind = torch.promote_types(b.dtype, torch.float32)
+        factor = (scale.to(kind) * weight).reshape(*scale.shape, *[1] * (b.dim() - stacked))
+        columns.append((b.to(kind) * factor).to(b.dtype))
+    a = torch.cat([each.a for each, _ in adapters], -1)
+    return Adapter(a, torch.cat(columns, stacked), torch.ones_like(first.scale))
 
 
 def has_adapters(paths: Iterable[str]) -> bool:

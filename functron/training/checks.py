@@ -369,6 +369,7 @@ def validate(
         problems += _try(lambda: list(unused(config, processes, given)), messages) or []
     tokenizer = _try(lambda: data.reader_of(config), messages)
     _try(lambda: data.check_tokenizer(config, tokenizer), messages)
+    problems += _task_problems(config, tokenizer)
     if config.data.seq >= 1:
         _try(lambda: data.check(config, reader=lambda _: tokenizer), messages)
         _try(lambda: evaluation.check(config, reader=lambda _: tokenizer), messages)
@@ -378,6 +379,14 @@ def validate(
     _try(lambda: raise_problems("these settings do not fit", problems), messages)
     if messages:
         raise ValueError("cannot train with this configuration\n" + "\n".join(messages))
+
+
+def _task_problems(config: TrainConfig, tokenizer: Any) -> list[Problem]:
+    """That tasks are asked of a run on tokens, of which no text can be made."""
+    if not config.tasks.is_asked or tokenizer is not None:
+        return []
+    fix = "name it: --tokenizer FILE, or --tokenizer bytes"
+    return [Problem("eval_tasks", "tokens without a tokenizer", "their tokenizer", fix)]
 
 
 def _try(check: Callable[[], Any], messages: list[str]) -> Any:

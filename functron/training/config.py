@@ -71,6 +71,7 @@ from functron.precision.recipe import PrecisionConfig
 from functron.training.dealing import DealHook, deal_problems, introduce_deals
 from functron.training.loop import WaitingConfig
 from functron.training.records import CONFIG, METRICS, LoggingConfig
+from functron.training.tasks import TasksConfig
 
 C = TypeVar("C", bound="TrainConfig")
 
@@ -290,6 +291,7 @@ class TrainConfig:
             run.
         checkpoint: when checkpoints are saved.
         evaluation: evaluation on held-out data.
+        tasks: evaluation on tasks.
         memory: checkpoints in memory, for restarts.
         logging: records.
     """
@@ -322,6 +324,7 @@ class TrainConfig:
     change_batch: bool = setting(False, box="checkpoint")
     checkpoint: CheckpointConfig = section(CheckpointConfig, flat=True)
     evaluation: EvaluationConfig = section(EvaluationConfig)
+    tasks: TasksConfig = section(TasksConfig, box="evaluation")
     memory: MemoryConfig = section(MemoryConfig, box="resilience")
     logging: LoggingConfig = section(LoggingConfig)
 

@@ -25,6 +25,8 @@ from functron import checkpoint
 from functron.core import random, tree
 from functron.core.errors import Problem, local_path, nearest, raise_problems, refuse
 from functron.core.tables import bytes_text
+from functron.hub.adapters import find_base, has_adapter, load_with_adapter, save_adapter
+from functron.hub.files import read_json
 from functron.hub.reader import CONFIG, load, read_config, read_table
 from functron.hub.writer import MAX_SHARD_BYTES, copy_companions, save
 from functron.models import gpt, lora
@@ -101,9 +103,10 @@ def convert(
         options: of the format's function; None, False and () are left out. From Hugging Face:
             ``dtype`` of the parameters, ``max_seq``, a longest sequence below the model's, and
             ``ignore``, entries of config.json that change nothing. To Hugging Face: ``dtype``,
-            ``averaged``, the run's averages of parameters, ``max_shard_bytes`` per file, and
-            ``quantise``, ``fp8-block`` or ``fp8-row``, as in `functron.hub.save`.
-            Quantised weights can be read.
+            ``averaged``, the run's averages of parameters, ``max_shard_bytes`` per file,
+            ``adapter``, a run's low-rank additions alone as PEFT has them, and ``quantise``,
+            ``fp8-block`` or ``fp8-row``, as in `functron.hub.save`. Quantised weights can be read.
+            A folder of PEFT, with its base or its base's path, is a run that goes on training it.
 
     Raises:
         ValueError: paths have no scheme, or not exactly one is a run; options do not apply; or as
@@ -174,8 +177,11 @@ def _make_run(
     if dtype is not None and dtype not in known:
         wanted, fix = "a dtype to train in", nearest(dtype, known)
         refuse("cannot convert", "dtype", repr(dtype), wanted, fix)
-    own = known[dtype] if dtype else None
-    model = read_config(path, dtype=own, max_seq=max_seq, ignore=ignore)
+    how: dict[str, Any] = {"dtype": known[dtype] if dtype else None}
+    how |= {"max_seq": max_seq, "ignore": ignore}
+    if has_adapter(path):
+        return _make_adapted_run(path, out, how)
+    model = read_config(path, **how)
     if family_of(model).objective is None:
         fix = "use it in Python: hub.load_model(path), hub.save"
         others = [each.title for each in trained_families().values() if each.name != "gpt"]
@@ -191,6 +197,30 @@ def _make_run(
         folder.mkdir()
         shutil.copyfile(path / CONFIG, folder / CONFIG)
         kept.extend([CONFIG, *copy_companions(path, folder)])
+
+    begin(out, run, params, keep)
+    return Conversion(model, out, tuple(kept), _describe_run(run, out, needed, free))
+
+
+def _make_adapted_run(path: Path, out: Path, how: Mapping[str, Any]) -> Conversion:
+    """A run that goes on training an adapter of PEFT beside its base."""
+    model, params, settings = load_with_adapter(path, **how)
+    base = find_base(path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    run, needed, free = fine_tuning(model, free_memory_bytes(device))
+    lora_settings = {
+        "lora_rank": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_targets": ",".join(settings.targets),
+    }
+    kind = read_json(base / CONFIG)["model_type"]
+    run = configure(run, model=kind, source=f"hf:{base}", **lora_settings)
+    kept: list[str] = []
+
+    def keep(folder: Path) -> None:
+        folder.mkdir()
+        shutil.copyfile(base / CONFIG, folder / CONFIG)
+        kept.extend([CONFIG, *copy_companions(base, folder)])
 
     begin(out, run, params, keep)
     return Conversion(model, out, tuple(kept), _describe_run(run, out, needed, free))
@@ -229,9 +259,20 @@ def newest_params(
         averaged: read the run's averages of its parameters.
         read: `checkpoint.read_params`, or `checkpoint.stored_params` to read rows lazily.
     """
+    return lora.merge(read_stored(path, run, averaged=averaged, read=read))
+
+
+def read_stored(
+    path: Path, run: config.TrainConfig, *, averaged: bool, read: Callable
+) -> tree.Tree:
+    """The parameters of a run's newest checkpoint, with adapters beside their matrices.
+
+    Args:
+        averaged, read: as of `newest_params`.
+    """
     stored = checkpoint.Checkpoint(checkpoint.latest(path / run_folder.CHECKPOINTS))
     defs = lora.defs_in(run.family.defs(run.architecture), run.lora.adapters, stored)
-    return lora.merge(read(stored, defs, averaged=averaged))
+    return read(stored, defs, averaged=averaged)
 
 
 _PEAK, _WARMUP, _DECAY = 2e-5, 0.05, 0.01
@@ -321,10 +362,24 @@ def _write_hub_folder(
     averaged: bool = False,
     dtype: str | None = None,
     quantise: str | None = None,
+    adapter: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Conversion:
     run, hub = config.load(path / run_folder.CONFIG, known_only=True), path / run_folder.HUB
     model = run.architecture
+    if adapter:
+        given = [("dtype", dtype), ("quantise", quantise), ("averaged", averaged or None)]
+        wanted, fix = "nothing with adapter: it is stored as it was trained", "leave it out"
+        found = [Problem(name, repr(x), wanted, fix) for name, x in given if x is not None]
+        if not run.lora.rank:
+            got = "a run that trains all parameters"
+            found.append(Problem("adapter", got, "one with lora_rank", "leave --adapter out"))
+        raise_problems("cannot export an adapter", found)
+        params = read_stored(path, run, averaged=False, read=checkpoint.read_params)
+        table = read_json(hub / CONFIG) if (hub / CONFIG).is_file() else {}
+        source = run.source.removeprefix("hf:") if run.source.startswith("hf:") else ""
+        save_adapter(out, model, params, model_type=table.get("model_type"), base=source)
+        return Conversion(model, out, ())
     params = newest_params(path, run, averaged=averaged, read=checkpoint.stored_params)
     kept = hub if (hub / CONFIG).is_file() else None
     options: dict[str, Any] = {"quantise": quantise, "max_shard_bytes": max_shard_bytes}
@@ -338,6 +393,7 @@ _TRAIN_IN = "leave it out; functron train --precision {} quantises products"
 _REFUSALS = (
     ("averaged", "true from a Hugging Face folder", "a run, which keeps averages", "leave it out"),
     ("quantise", "{!r}", "nothing: a run keeps parameters to train", _TRAIN_IN),
+    ("adapter", "true from a Hugging Face folder", "a run: adapters are read", "leave it out"),
 )
 _HUB = RunFormat(_make_run, _write_hub_folder, {row[0]: Problem(*row) for row in _REFUSALS})
 FORMATS: Mapping[str, RunFormat] = MappingProxyType({"hf": _HUB})

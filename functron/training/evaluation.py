@@ -419,22 +419,28 @@ def evaluate(
 
 
 class EvaluationHook(LoopHook):
-    """Evaluates held-out sets every n steps and after the last: ``eval`` in records.
+    """Evaluates every n steps and after the last: ``eval`` in records, of held-out sets.
 
     Collective. Skipped where the loop stops at once or the loss is not finite. Afterwards the loop
     looks for stop requests again. Comes before the hooks that write records.
 
     Args:
         evaluate: ``(At)`` to the numbers of every set, by name.
-        every: n.
+        every: n; 0: after the last.
+        name: of the numbers in records.
     """
 
-    def __init__(self, evaluate: Callable[[At], Mapping[str, Mapping[str, float]]], every: int):
-        self._evaluate, self._every = evaluate, every
+    def __init__(
+        self,
+        evaluate: Callable[[At], Mapping[str, Mapping[str, float]]],
+        every: int,
+        name: str = EVAL,
+    ):
+        self._evaluate, self._every, self._name = evaluate, every, name
 
     def due(self, step: int) -> bool:
         """Whether to evaluate after so many steps."""
-        return step % self._every == 0
+        return self._every > 0 and step % self._every == 0
 
     def after(self, at: At) -> None:
         """Evaluate where it is due, and add the numbers to the record."""
@@ -443,6 +449,6 @@ class EvaluationHook(LoopHook):
         if hurries or not finite or not (at.last or self.due(at.step)):
             return
         at.phase("evaluate")
-        at.record[EVAL] = self._evaluate(at)
+        at.record[self._name] = self._evaluate(at)
         at.phase("record")
         at.ask_again()

@@ -44,6 +44,7 @@ from functron.training.resume import restore_state
 from functron.training.rooms import LearnedRoom, with_rooms
 from functron.training.setup import RunSetup, Watch, make_setup, offload_problems
 from functron.training.step import State
+from functron.training.tasks import Scores, make_language_model, score_tasks
 
 
 @dataclass(frozen=True)
@@ -235,9 +236,26 @@ class Run:
 
         if self.held_out_loss is None:
             return {}
+        return evaluate(self.held_out_loss, self._average(state), self.held_out, batch)
+
+    def _average(self, state: State) -> dict:
+        """The parameters, or their averages where these are evaluated."""
         averaged = self.setup.averaged if self.config.evaluation.averaged else None
-        params = state.params if averaged is None else averaged(state)
-        return evaluate(self.held_out_loss, params, self.held_out, batch)
+        return state.params if averaged is None else averaged(state)
+
+    def score_tasks(self, state: State) -> Scores:
+        """The numbers of the tasks of the configuration, by name; see `training.tasks`.
+
+        Collectives: those of `functron.models.scoring`, and of `evaluate`'s averages.
+        """
+        config, tokenizer = self.config, data.reader_of(self.config)
+        assert tokenizer is not None
+        size, specs = config.tasks.batch, self.setup.whole_specs
+        params = self._average(state)
+        model = make_language_model(
+            params, config.gpt, tokenizer, self.mesh, batch_size=size, specs=specs
+        )
+        return score_tasks(model, config.tasks)
 
 
 def prepare(

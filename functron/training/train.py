@@ -57,6 +57,7 @@ from functron.training.run import (
 )
 from functron.training.setup import Watch
 from functron.training.step import State
+from functron.training.tasks import TASKS
 
 
 class Outcome(NamedTuple):
@@ -193,12 +194,17 @@ def hooks_of(
         run.at("evaluate", at.step)
         return run.evaluate(at.state)
 
+    def score_tasks(at: At) -> dict[str, dict[str, float]]:
+        run.at("evaluate", at.step)
+        return run.score_tasks(at.state)
+
     found = [
         stop,
         _make_meter(session, batches),
         LayerHook(run.watch) if run.watch is not None else None,
         record_blanks,
         EvaluationHook(evaluate, config.evaluation.every) if config.evaluation.every else None,
+        EvaluationHook(score_tasks, config.tasks.every, TASKS) if config.tasks.is_asked else None,
         *(hook for hook in session.hooks if not hook.judges),
         TargetsHook(run, batches),
         *map(record_to, _make_reporters(session)),

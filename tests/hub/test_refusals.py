@@ -260,12 +260,13 @@ def test_an_adapter_is_not_passed_over(model, tmp_path):
         lambda: hub.load(model),
         lambda: hub.load_model(model),
         lambda: hub.read_config(model),
-        lambda: convert(f"hf:{model}", f"run:{tmp_path / 'run'}"),
     )
-    wanted = r"adapter_config.json: got an adapter \(PEFT\); wanted a merged model.*merge_and"
+    wanted = r"adapter_config.json: got an adapter \(PEFT\); wanted a merged model.*reads both"
     for call in calls:
         with pytest.raises(ValueError, match=wanted):
             call()
+    with pytest.raises(ValueError, match="r: got None; wanted a rank"):  # it reads both
+        convert(f"hf:{model}", f"run:{tmp_path / 'run'}")
     (model / "config.json").unlink()
     wanted = r"got an adapter \(PEFT\) of meta-llama/Llama-3.1-8B; wanted a folder with config.json"
     with pytest.raises(ValueError, match=wanted):

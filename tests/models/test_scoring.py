@@ -14,6 +14,7 @@ import torch
 import functron as ft
 from functron import Mesh, gpt, random
 from functron.models import scoring
+from functron.nn.moe.config import MoEConfig
 
 CONFIG = gpt.GPTConfig(
     vocab_size=60,
@@ -151,3 +152,47 @@ def test_is_a_model_of_the_harness(when, monkeypatch):
 def test_errors(request_, message):
     with pytest.raises(ValueError, match=message):
         scoring.log_likelihoods(WEIGHTS, CONFIG, [request_])
+
+
+@pytest.mark.parametrize("mesh", ["", "dp=2,tp=2"])
+def test_rows_are_generated_as_one_by_one(mesh):
+    """Prompts of different lengths, in rounds, up to a stop or a text."""
+    config = dataclasses.replace(CONFIG, max_seq=64)
+    weights = ft.init_params(random.key(1), gpt.defs(config))
+    prompts = [[1, 2], [3], [5, 6, 7, 8, 9], list(range(40))]
+    whole = [
+        ft.generate(weights, config, torch.tensor([p[-24:]]), 40, temperature=0)[0, -40:].tolist()
+        for p in prompts
+    ]
+    stop, last = whole[0][20], whole[2][9]
+    how, given = scoring.Continue(40, stop=(stop,)), {"mesh": Mesh.parse(mesh), "batch_size": 3}
+    found = scoring.generate_rows(weights, config, prompts, how, **given)
+    assert found == [row[: row.index(stop)] if stop in row else row for row in whole]
+    found = scoring.generate_rows(
+        weights, config, prompts, scoring.Continue(40), ends=lambda row: last in row, **given
+    )
+    assert found == [row[: 16 if last in row[:16] else 40] for row in whole]
+    assert len(found[2]) == 16
+
+
+def test_settings_of_requests():
+    model = scoring.LanguageModel(WEIGHTS, CONFIG, Letters(), batch_size=2, seed=3)
+    drawn = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 5, "until": None}
+    pairs = [("AB", drawn), ("AB", {**drawn, "do_sample": False})]
+    first, greedy = model.generate_until(pairs)
+    assert model.generate_until(pairs) == [first, greedy]
+    assert greedy == model.generate_until([("AB", {"max_gen_toks": 5})])[0]
+    assert first != greedy
+    with pytest.raises(ValueError, match="num_beams: got 2; wanted until, do_sample"):
+        model.generate_until([("AB", {"num_beams": 2})])
+    with pytest.raises(ValueError, match="num_tokens: got 8; wanted from 1 to max_seq - 1 = 7"):
+        model.generate_until([("AB", {"max_gen_toks": 8})])
+
+
+def test_a_score_that_depends_on_others_is_refused():
+    moe = MoEConfig(num_experts=4, top_k=2, capacity_factor=1.0)
+    config = dataclasses.replace(CONFIG, moe=moe)
+    with pytest.raises(ValueError, match=r"gpt.moe: got tokens that compete for experts"):
+        scoring.log_likelihoods(WEIGHTS, config, REQUESTS)
+    with pytest.raises(ValueError, match="mesh: got cp=2; wanted data, expert and tensor-parallel"):
+        scoring.log_likelihoods(WEIGHTS, CONFIG, REQUESTS, mesh=Mesh(cp=2))

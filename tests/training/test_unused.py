@@ -33,6 +33,8 @@ ALWAYS = [
     "format",
     "metrics",
     "eval_every",
+    "eval_tasks",
+    "eval_core",
     "prefetch",
     "mesh",
     "nproc",
