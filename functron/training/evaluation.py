@@ -319,7 +319,7 @@ def loss_memory_bytes(setup: RunSetup, rows: int, seq: int) -> int:
 
 def _of_all(setup: RunSetup) -> Callable:
     """The loss summed over microbatches, without pipeline stages."""
-    model, family = _without_extras(setup.model), setup.family
+    family, model = setup.family, setup.family.without_extras(setup.model)
     loss: Callable = gpt.loss_and_details if family.has_details(model) else family.loss
     options = dataclasses.replace(setup.options, remat="none")
 
@@ -331,7 +331,7 @@ def _of_all(setup: RunSetup) -> Callable:
 
 def _of_stages(setup: RunSetup) -> Callable:
     """The loss summed over microbatches, in pipeline stages."""
-    model = _without_extras(setup.model)
+    model = setup.family.without_extras(setup.model)
     options = dataclasses.replace(setup.options, remat="none")
 
     def stage(part, params, x, batch):
@@ -340,13 +340,6 @@ def _of_stages(setup: RunSetup) -> Callable:
 
     stages = pipelined(stage, setup.partition, setup.schedule.forward_only())
     return lambda params, batch: sum(stages.forward(params, batch))
-
-
-def _without_extras(model: Any) -> Any:
-    """The model without the terms of the loss that are for training only."""
-    if isinstance(model, gpt.GPTConfig):
-        return dataclasses.replace(model, z_loss=0.0, mtp_depth=0)
-    return model
 
 
 def _next_token(y: Any) -> torch.Tensor:
