@@ -138,13 +138,15 @@ FAMILIES = (
     "gptj", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense",
     "hunyuan_v1_moe", "llama", "minimax", "minimax_m2", "ministral", "mistral", "mixtral",
     "modernbert-decoder", "mpt", "nanochat", "olmo", "olmo2", "olmo3", "olmoe", "openai-gpt",
-    "opt", "persimmon",
+    "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "seed_oss",
+    "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
 )  # fmt: skip
 """Model types whose losses and gradients are those of the module on every mesh."""
 
 REFUSED = {
     "bloom": "torch.autograd.Function",
     "dbrx": "asks for the number in a tensor|asks for the number",
+    "llama4_text": "polar",
     "jetmoe": "asks for the number in a tensor",
 }
 """Model types that are not, with what their errors say."""
