@@ -75,7 +75,7 @@ def test_losses_and_gradients_are_the_module_s(origin_of, kind, mesh):
     check(origin_of(kind), mesh)
 
 
-@pytest.mark.full  # 4 minutes; README has the table
+@pytest.mark.full  # a minute; README lists them
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families_that_nobody_wrote_a_line_for(origin_of, kind):
     for mesh in MESHES:
