@@ -33,8 +33,12 @@ PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "t5": "functron.apps.zoo.t5:make_family",
             "vit": "functron.apps.zoo.vit:make_family",
             "llava": "functron.apps.zoo.llava:make_family",
+            "module": "functron.apps.zoo.modules:make_family",
         },
-        "functron.formats": {"megatron": "functron.apps.megatron.runs:make_format"},
+        "functron.formats": {
+            "megatron": "functron.apps.megatron.runs:make_format",
+            "hf-module": "functron.apps.zoo.module_files:make_format",
+        },
         "functron.hub_formats": {"zoo": "functron.apps.zoo.formats:list_formats"},
         "functron.logs": {"megatron": "functron.apps.megatron.launches:make_log_reader"},
         "functron.record_names": {"megatron": "functron.apps.megatron.launches:name_records"},

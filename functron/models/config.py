@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -92,14 +92,22 @@ GPT_NEEDS: Needs = MappingProxyType(
 
 @dataclass(frozen=True)
 class Named(Mapping[str, Config]):
-    """Named configs; an unknown name is an error that suggests the nearest."""
+    """Named configs; an unknown name is an error that suggests the nearest.
+
+    Attributes:
+        configs: by name.
+        schemes: what makes a config of a name that begins with the scheme and a colon.
+    """
 
     configs: Mapping[str, Config]
+    schemes: Mapping[str, Callable[[str], Config]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<{len(self.configs)} configs: {', '.join(self.configs)}>"
 
     def __getitem__(self, name: str) -> Config:
+        if (make := self._find_scheme(name)) is not None:
+            return make(name)
         if name not in self.configs:
             fix = on_hub(name).replace(
                 "give that folder", "functron convert hf:FOLDER run:RUN, which --resume trains"
@@ -110,7 +118,11 @@ class Named(Mapping[str, Config]):
         return self.configs[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.configs
+        return name in self.configs or self._find_scheme(name) is not None
+
+    def _find_scheme(self, name: object) -> Callable[[str], Config] | None:
+        scheme, colon, rest = str(name).partition(":")
+        return self.schemes.get(scheme) if colon and rest else None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.configs)

@@ -112,6 +112,10 @@ class Family:
             reads at its default: two configs of one model are equal there, but for `free`.
         numbers: ``(config)`` to the numbers in the whole model of the layers of each stack, by the
             stack's name, where they are not counted from 0.
+        without_extras: ``(config)`` to the same model whose loss has no terms that are for training
+            only, such as those of routers.
+        schemes: by the word before a colon, what makes a config of a model's whole name, such as
+            ``hf-module:PATH``; beside presets.
     """
 
     name: str
@@ -135,6 +139,8 @@ class Family:
     unread: Callable[[Any], tuple[str, ...]] = lambda config: ()
     canonical: Callable[[Any], Config] = lambda config: config
     numbers: Callable[[Any], Mapping[str, Sequence[int]]] = lambda config: {}
+    without_extras: Callable[[Any], Config] = lambda config: config
+    schemes: Mapping[str, Callable[[str], Config]] = field(default_factory=dict)
     iterate_logits: Callable[..., Any] | None = None
     respond: Callable[..., Tensor] | None = None
 
@@ -211,7 +217,7 @@ GPT = Family(
     settings=frozenset({"context", "expert_axes", "kernels", "loss_chunk_tokens", "matmul"}),
     rules_settings=frozenset({"expert_axes"}) | UNEVEN, draws=decoder.draws, adapters=True,
     objective=NEXT_TOKEN, free=_GPT_FREE, needs=GPT_NEEDS, canonical=_gpt_canonical,
-    numbers=_gpt_numbers,
+    numbers=_gpt_numbers, without_extras=lambda config: replace(config, z_loss=0.0, mtp_depth=0),
 )  # fmt: skip
 """The decoder, the family that the library itself has."""
 
@@ -237,9 +243,13 @@ def trained_families() -> Mapping[str, Family]:
 
 @functools.cache
 def list_presets() -> Mapping[str, TextConfig]:
-    """The presets of the families that are trained; no two have the same name."""
+    """The presets of the families that are trained; no two have the same name.
+
+    Names of their `Family.schemes` are in it, too, though they are not listed.
+    """
     trained = trained_families().values()
-    return Named({name: config for family in trained for name, config in family.presets.items()})
+    presets = {name: config for family in trained for name, config in family.presets.items()}
+    return Named(presets, {name: make for one in trained for name, make in one.schemes.items()})
 
 
 def family_of(config: object) -> Family:

@@ -278,6 +278,23 @@ class Partitioned(MappedFunction):
         made = self._plan_for(args, whole=True)
         return "\n".join(_lines(made.plan, "", made.settings))
 
+    @public
+    def local(self, *args: tree.Tree) -> Any:
+        """The results of one rank, of its shards: a per-rank program, for use in another one.
+
+        It is called inside of `functron.shard_map` over a mesh with the axes of this one's, and may
+        be differentiated there as what a program computes by hand.
+
+        >>> mesh = ft.Mesh(tp=2)
+        >>> total = ft.partition(lambda w, x: (x @ w).sum(), mesh, (P(None, "tp"), P()), P())
+        >>> f = ft.shard_map(lambda w, x: 2 * total.local(w, x), mesh, total.in_specs, P())
+        >>> f(torch.ones(2, 4), torch.ones(1, 2))
+        tensor(16.)
+
+        Collectives: those of `explain`.
+        """
+        return self._rank(*args)
+
     def _rank(self, *args):
         made = self._last = self._plan_for(args, whole=False)
         given = tree.broadcast_prefix(

@@ -213,6 +213,16 @@ def _argument(equation: Equation, name: str, default: Any = None) -> Any:
 # --- reductions and what is computed along dims
 
 
+def _histogram(equation: Equation) -> PartitionRule:
+    """Counts of a part add up; where the range is that of the values themselves, all are needed."""
+    (x,) = equation.operands
+    labels = _dims(x.shape)
+    fixed = _argument(equation, "min", 0) != _argument(equation, "max", 0)
+    letters = [row[0] for row in labels if row]
+    combined: dict[str, Reduction] = dict.fromkeys(letters, "sum") if fixed else {}
+    return _rule(equation, (labels,), (((),),), combined=combined)
+
+
 def reduction(
     kind: Reduction | None = None,
     *,
@@ -847,6 +857,7 @@ TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyTy
         "any": reduction("max"),
         "all": reduction("min"),
         **_rows("prod var std argmax argmin max min var_mean", reduction()),
+        "histc": _histogram,
         "logsumexp": reduction(run=shards.logsumexp, inside=True),
         "linalg_vector_norm": reduction(run=shards.norm, inside=True),
         "_softmax": along(split=shards.softmax),

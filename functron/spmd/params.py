@@ -25,7 +25,10 @@ from functron.spmd.mesh import BoundMesh, Mesh
 from functron.spmd.spec import P, Rules, is_spec, local_shape, spans, validate
 
 Initializer = Callable[[torch.Tensor, Sequence[int], torch.dtype, Index], torch.Tensor]
-"""``(key, global shape, dtype, index)`` to the values at `index` (all of them where it is None)."""
+"""``(key, global shape, dtype, index)`` to the values at `index` (all of them where it is None).
+
+One that has an attribute ``joint`` that is true is given the key of all parameters, such as where
+these are made together; others have a key of their own, which depends on the path."""
 
 
 class Width(NamedTuple):
@@ -297,7 +300,8 @@ def _init_one(key, path: str, d: ParamDef, spec: P, mesh) -> torch.Tensor:
 def _draw(key: torch.Tensor, path: str, d: ParamDef, index: Index) -> torch.Tensor:
     """The values of a parameter at `index`."""
     if not d.pieces:
-        return d.init(_key_at(key, path), d.shape, d.dtype, index)
+        own = key if getattr(d.init, "joint", False) else _key_at(key, path)
+        return d.init(own, d.shape, d.dtype, index)
     like = _shape_at(d.shape, index)
     drawn = [  # the numbers that it has alone
         d.init(_key_at(key, one.path), one.shape, d.dtype, _index_alone(index, one)).reshape(

@@ -349,7 +349,7 @@ def loss_memory_bytes(setup: RunSetup, rows: int, seq: int) -> int:
 
 def _of_all(setup: RunSetup, room: float | None) -> Callable:
     """The loss summed over microbatches, without pipeline stages, as of `_next_token`."""
-    model, family = _without_extras(setup.model), setup.family
+    family, model = setup.family, setup.family.without_extras(setup.model)
     loss: Callable = gpt.loss_and_details if family.has_details(model) else family.loss
     options = dataclasses.replace(setup.options, remat="none", expert_room=room)
 
@@ -361,7 +361,7 @@ def _of_all(setup: RunSetup, room: float | None) -> Callable:
 
 def _of_stages(setup: RunSetup, room: float | None) -> Callable:
     """The loss summed over microbatches, in pipeline stages, as of `_next_token`."""
-    model = _without_extras(setup.model)
+    model = setup.family.without_extras(setup.model)
     options = dataclasses.replace(setup.options, remat="none", expert_room=room)
 
     def stage(part, params, x, batch):
@@ -370,13 +370,6 @@ def _of_stages(setup: RunSetup, room: float | None) -> Callable:
 
     stages = pipelined(stage, setup.partition, setup.schedule.forward_only())
     return lambda params, batch: tuple(map(sum, zip(*stages.forward(params, batch), strict=True)))
-
-
-def _without_extras(model: Any) -> Any:
-    """The model without the terms of the loss that are for training only."""
-    if isinstance(model, gpt.GPTConfig):
-        return dataclasses.replace(model, z_loss=0.0, mtp_depth=0)
-    return model
 
 
 def _next_token(y: Any, room: float | None) -> tuple[torch.Tensor, ...]:

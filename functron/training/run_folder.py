@@ -35,7 +35,9 @@ def claim(config: TrainConfig) -> Path:
     Raises:
         ValueError: it cannot be created or written to.
     """
-    numbered = (Path("runs") / f"{config.model}-{number}" for number in itertools.count(1))
+    _, _, name = config.model.rpartition(":")  # of a scheme, such as hf-module:PATH
+    name = Path(name).name or "run"
+    numbered = (Path("runs") / f"{name}-{number}" for number in itertools.count(1))
     fix = "choose a place that this user may write to: --out"
     for path in [local_path(config.out, "out")] if config.out else numbered:
         try:

@@ -66,11 +66,12 @@ def test_others_are_read_where_the_table_lacks_a_name(monkeypatch):
         asked.append(group)
         return [entry] if group == "functron.formats" else []
 
-    entry.load()()  # what it imports looks for others
+    own = apps.load_plugins("functron.formats").keys()  # what they import looks for others
+    assert "megatron" in own
     monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
-    assert apps.load_plugins("functron.formats", "megatron").keys() == {"megatron"}
+    assert apps.load_plugins("functron.formats", "megatron").keys() == own
     assert asked == []
-    assert apps.load_plugins("functron.formats", "mine", "none").keys() == {"megatron", "mine"}
+    assert apps.load_plugins("functron.formats", "mine", "none").keys() == own | {"mine"}
 
 
 @pytest.mark.applications("zoo")

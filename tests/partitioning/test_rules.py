@@ -65,6 +65,8 @@ CASES = {
     "largest": (lambda a: a.detach().amax(1) * a.sum(1) - a.detach().amin((0, 1)), (8, 16)),
     "amax": (lambda a: a.amax(1) + a.amax(), (8, 16)),
     "amax of ties": (lambda a: a.clamp(max=0.5).amax((0, 2), keepdim=True) * a, (4, 8, 16)),
+    "histogram": (lambda a: a.detach().histc(4, -2, 2) * a.sum(), (8, 16)),
+    "histogram of its range": (lambda a: a.detach().histc(4) * a.sum(), (8, 16)),
     "amin": (lambda a: a.clamp(min=-0.5).amin(0) + a.amin((0, 1)), (8, 16)),
     "norm of inf": (lambda a: torch.linalg.vector_norm(a, torch.inf, 1), (8, 16)),
     "norm of -inf": (lambda a: torch.linalg.vector_norm(a.clamp(0.5), -torch.inf), (8, 16)),

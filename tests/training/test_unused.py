@@ -28,6 +28,7 @@ from functron.training.setup import make_setup
 MEGATRON, ZOO = map(pytest.mark.applications, ("megatron", "zoo"))
 ALWAYS = [
     "model",
+    "module",  # the options of its table are checked where it is opened
     "data",
     "tokenizer",
     "format",

@@ -1,0 +1,694 @@
+"""Modules in training: any `torch.nn.Module` that makes logits of tokens, as a family of models.
+
+A decoder of transformers as its folder describes it, or what a function of the user's returns, is
+traced as it is and partitioned (`functron.partition`). Its parameters keep their names, and begin
+as the module's own. Tensor parallelism follows from a few rules by name, or from none: then specs
+are found (`functron.partitioning.search`). Fully sharded parameters need no rules.
+
+The loss is the sum of cross-entropies of the module's logits, over a vocabulary that may stay
+split, so that labels are not given to it. A run's other settings are those of all families.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn as torch_nn
+from torch.nn import functional as F
+
+from functron import nn, partitioning
+from functron.core import tree
+from functron.core.errors import Problem, load_function, on_hub, raise_problems, refuse
+from functron.core.settings import choice_problems, setting
+from functron.core.tables import shows_differences
+from functron.core.typing import Tensor
+from functron.models.config import TextConfig
+from functron.models.family import Family, Objective
+from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets, require
+from functron.program.recorder import aside
+from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules
+from functron.spmd.axes import Scope, enter, scope
+from functron.spmd.params import ParamDef
+from functron.transforms import policies
+
+if TYPE_CHECKING:  # it reads the families
+    from functron.training.config import TrainConfig
+
+HUB, FACTORY = "hf-module", "module"
+"""The schemes of origins: a folder of transformers, and a function that returns a module."""
+
+_EXPERTS = "batched_mm"
+"""The implementation of experts of transformers that has rules on meshes."""
+
+
+@shows_differences
+@dataclass(frozen=True, kw_only=True)
+class ModuleConfig(TextConfig):
+    """A module, and how it is trained.
+
+    Attributes:
+        origin: hf-module:PATH, a folder with config.json, and weights unless it is to begin with
+            random ones; or module:PACKAGE.FUNCTION, which returns the module. It is read whenever
+            the run begins or goes on.
+        rules: how tp splits parameters: lines (or parts, between semicolons) of a regular
+            expression of their names, = and tp or - for each dim, of which the first that is found
+            in a name counts: (q|k|v|gate|up)_proj = tp; (o|down)_proj = -,tp. Others are whole on
+            every rank of tp. Empty: they are found, which needs scipy.
+        max_seq: the longest sequence that it takes, in tokens; 0: any.
+        dropouts: refuse: a module that drops out is refused; off: it runs without.
+        router_losses: add the auxiliary losses of routers, where its config.json asks for them by
+            output_router_logits.
+    """
+
+    vocab_multiple: int = 1
+    origin: str = setting("", instead="name it as the model: --model hf-module:PATH")
+    rules: str = ""
+    max_seq: int = 2**31 - 1
+    dropouts: Literal["refuse", "off"] = "refuse"
+    router_losses: bool = True
+
+    def __post_init__(self):
+        found = [
+            Problem(f"module.{name}", str(got), f"{wanted}: it is the module's own", "leave it out")
+            for name, got, wanted in (
+                ("vocab_multiple", self.vocab_multiple, 1),
+                ("dropout", self.dropout, 0.0),
+            )
+            if got != wanted
+        ]
+        found += [*choice_problems(self), *_rule_problems(self.rules)]
+        raise_problems("invalid ModuleConfig", found)
+
+
+# --- the module
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedModule:
+    """A module for training, whose parameters are abstract here.
+
+    Attributes:
+        module: itself.
+        call: ``(params, tokens, *, router)`` to its logits, and the loss of its routers if asked
+            for, by the function of `functron.from_module`.
+        params: abstract, by name; weights that are tied come once.
+        vocab_size: the width of its logits.
+        max_seq: of its config.json; None: it has none.
+        layers: a pattern of the scopes of its layers, of a list in it; None: it has none.
+        router_coefficient: of the auxiliary loss of its routers; 0: it has none.
+        dropouts: the modules in it that drop out in training.
+        problems: why it cannot be trained.
+    """
+
+    module: torch_nn.Module
+    call: Callable[..., tuple[Tensor, Any]]
+    params: Mapping[str, Tensor]
+    vocab_size: int
+    max_seq: int | None
+    layers: str | None
+    router_coefficient: float
+    dropouts: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+def build_module(origin: str, seed: int = 0) -> torch_nn.Module:
+    """The module of an origin, with its weights, or as it initialises itself with this seed.
+
+    Raises:
+        ValueError: there is no such folder or function, or it makes no module.
+    """
+    kind, _, rest = origin.partition(":")
+    if kind not in (HUB, FACTORY) or not rest:
+        fix = f"--model {HUB}:PATH, or --model {FACTORY}:PACKAGE.FUNCTION"
+        refuse("no module to train", "model", repr(origin), "a module", fix)
+    make = _open_folder(Path(rest)) if kind == HUB else _open_factory(rest)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = make()
+    if not isinstance(made, torch_nn.Module):
+        got = type(made).__name__
+        refuse("no module to train", "model", f"{origin}, which returns {got}", "a torch.nn.Module")
+    return made.eval()
+
+
+def _open_factory(name: str) -> Callable[[], Any]:
+    module, _, function = name.rpartition(".")
+    return load_function(f"{module}:{function}", "model")
+
+
+def _open_folder(path: Path) -> Callable[[], Any]:
+    if not (path / "config.json").is_file():
+        wanted = "a folder with config.json, as transformers' save_pretrained writes it"
+        refuse("no module to train", "model", f"{HUB}:{path}", wanted, on_hub(path))
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'{HUB}:{path} needs transformers; fix: pip install "functron[transformers]", or '
+            "train a family of functron's own"
+        ) from error
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    options: dict[str, Any] = {"experts_implementation": _EXPERTS}
+    weights = [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]
+
+    def make() -> Any:
+        kind, logging = transformers.AutoModelForCausalLM, transformers.utils.logging
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            if weights:
+                given = {"config": config, "dtype": "auto", "local_files_only": True}
+                return kind.from_pretrained(path, **given, **options)
+            return kind.from_config(config, **options)
+        except ValueError as error:
+            raise ValueError(f"no module to train\n  - model: {HUB}:{path}: {error}") from error
+        finally:
+            if shown:
+                logging.enable_progress_bar()
+
+    return make
+
+
+def open_module(config: ModuleConfig, device: str = "cpu") -> OpenedModule:
+    """The module of a config, with abstract parameters, and buffers on a device.
+
+    It is built once in a process, with its weights, which are then let go.
+
+    Raises:
+        ValueError: its logits do not follow from the tokens before alone, or it drops out, or has
+            running statistics; all are listed.
+    """
+    opened = _open_on(config.origin, config.torch_dtype, device)
+    found = [*opened.problems]
+    if opened.dropouts and config.dropouts == "refuse":
+        got = f"dropout in {_list_some(opened.dropouts)}"
+        fix = "set its rates to 0, or run it without: --module.dropouts off"
+        found.append(Problem("model", got, "none: it draws torch's own numbers", fix))
+    raise_problems(f"cannot train {config.origin}", found)
+    return opened if config.router_losses else replace(opened, router_coefficient=0.0)
+
+
+@functools.lru_cache(8)
+def _open_once(origin: str) -> OpenedModule:
+    with aside(), enter(Scope()), torch.enable_grad():
+        module = build_module(origin)
+        call, coefficient = _call_options(module)
+        width, found = _try_module(module, call)
+        problems = (*_module_problems(module), *found)
+        _drop_weights(module)
+        _, params = partitioning.from_module(module)
+        most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+        dropouts = tuple(name for name, inner in module.named_modules() if _drops_out(inner))
+        return OpenedModule(
+            module, call, params, width, most, _find_layers(module), coefficient, dropouts, problems
+        )
+
+
+@functools.lru_cache(32)
+def _open_on(origin: str, dtype: torch.dtype, device: str) -> OpenedModule:
+    opened = _open_once(origin)
+    wide = dtype == torch.float64  # sums in float32 would not be as exact as what is summed
+    with aside(), enter(Scope()):
+        module = copy.deepcopy(opened.module)
+        for inner in module.modules():
+            held = {name: x for name, x in vars(inner).items() if isinstance(x, Tensor)}
+            for values in (inner._buffers, held):
+                for name, x in values.items():
+                    if x is not None:
+                        kind = torch.float64 if wide and x.is_floating_point() else x.dtype
+                        values[name] = x.to(device, kind)
+            vars(inner).update(held)
+        fn, params = partitioning.from_module(module)
+        return replace(
+            opened, module=module, call=functools.partial(opened.call, fn), params=params
+        )
+
+
+def _drop_weights(module: torch_nn.Module) -> None:
+    """Leave abstract parameters in place of real ones, tied as they were.
+
+    Those that require no gradient become buffers: the module keeps them as they are.
+    """
+    made: dict[torch_nn.Parameter, torch_nn.Parameter] = {}
+    for inner in module.modules():
+        for name, weight in [*inner._parameters.items()]:
+            if weight is None:
+                continue
+            if not weight.requires_grad:
+                del inner._parameters[name]
+                inner.register_buffer(name, weight.detach())
+                continue
+            if weight not in made:
+                made[weight] = torch_nn.Parameter(torch.empty_like(weight, device="meta"))
+            inner._parameters[name] = made[weight]
+
+
+def trained_weights(module: torch_nn.Module) -> dict[str, Tensor]:
+    """The parameters of a module that a run trains, by name: those that require gradients."""
+    return {name: x for name, x in module.named_parameters() if x.requires_grad}
+
+
+def _call_options(module: torch_nn.Module) -> tuple[Callable[..., tuple], float]:
+    """``(fn, params, tokens, *, router) -> (logits, router loss)``, and that loss's coefficient."""
+    takes = inspect.signature(module.forward).parameters
+    config = getattr(module, "config", None)
+    named = "input_ids" in takes
+    fixed = {"use_cache": False} if "use_cache" in takes else {}
+    routed = bool(getattr(config, "output_router_logits", False))
+    coefficient = float(getattr(config, "router_aux_loss_coef", 0.0)) if routed else 0.0
+
+    def call(fn, params, tokens, *, router: bool) -> tuple[Tensor, Any]:
+        options = dict(fixed)
+        if routed:
+            options["output_router_logits"] = router
+        if named:
+            out = fn(params, input_ids=tokens, **options)
+        else:
+            out = fn(params, tokens, **options)
+        logits = getattr(out, "logits", out)
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        return logits, getattr(out, "aux_loss", None) if router else None
+
+    return call, coefficient
+
+
+def _list_some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _module_problems(module: torch_nn.Module) -> Iterator[Problem]:
+    """Properties of a module that would make it train something else than it seems to."""
+    names = dict(module.named_modules())
+    running = [x for x, inner in names.items() if getattr(inner, "running_mean", None) is not None]
+    if running:
+        wanted = "none: a step's loss is a sum over its targets"
+        fix = "track_running_stats=False, or another norm"
+        yield Problem("model", f"running statistics in {_list_some(running)}", wanted, fix)
+    if not trained_weights(module):
+        yield Problem("model", "no parameters that require gradients", "some to train")
+    config = getattr(module, "config", None)
+    routed = getattr(config, "output_router_logits", False)
+    if routed and not hasattr(config, "router_aux_loss_coef"):
+        got, wanted = "output_router_logits in config.json", "router_aux_loss_coef beside it"
+        yield Problem("model", got, wanted, "leave it out, for training without that loss")
+
+
+def _drops_out(inner: torch_nn.Module) -> bool:
+    rate = getattr(inner, "p", 0) if "Dropout" in type(inner).__name__ else 0
+    own = (getattr(inner, name, 0) for name in ("attention_dropout", "dropout_p", "layerdrop"))
+    rates = (rate, *own, getattr(inner, "dropout", 0))
+    return any(isinstance(x, float) and x > 0 for x in rates)
+
+
+def _try_module(module: torch_nn.Module, call: Callable) -> tuple[int, list[Problem]]:
+    """The width of the logits, and why they are none of the tokens up to theirs alone."""
+    tokens = (torch.arange(8) * 5 % 7 + 1).expand(2, 8).clone()
+    tokens[1, -1] = 0
+    wanted = "logits [batch, seq, vocab] of tokens [batch, seq], or an output that has .logits"
+    try:
+        with torch.no_grad():
+            out, _ = call(lambda _, *x, **more: module(*x, **more), {}, tokens, router=False)
+    except Exception as error:  # of code that is not ours
+        got = f"a forward that fails: {type(error).__name__}: {error}"
+        return 0, [Problem("model", got, wanted)]
+    if not isinstance(out, Tensor) or out.dim() != 3 or out.shape[:2] != (2, 8):
+        got = f"{list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        return 0, [Problem("model", f"an output {got}", wanted, "return them from forward")]
+    one, other = out[:, :-1].float()
+    if torch.allclose(one, other, rtol=1e-3, atol=1e-3 * float(one.abs().max())):
+        return out.shape[-1], []
+    wanted = "of the tokens before alone: those after are what is learnt"
+    return 0, [Problem("model", "logits that see tokens after theirs", wanted, "a causal decoder")]
+
+
+def _find_layers(module: torch_nn.Module) -> str | None:
+    """The pattern of the scopes of its layers: of the list with most of the parameters."""
+    lists = {
+        name: sum(p.numel() for p in inner.parameters())
+        for name, inner in module.named_modules()
+        if isinstance(inner, torch_nn.ModuleList)
+    }
+    if not lists:
+        return None
+    name = max(lists, key=lambda name: lists[name]).rpartition(".")[2]
+    return rf"(^|[/.]){re.escape(name)}\.\d+$"
+
+
+# --- the parameters
+
+
+@dataclass(frozen=True)
+class OwnWeights:
+    """The initial values of a module's parameter: its own.
+
+    All parameters are made together, of one key; each is handed out once, so that they take memory
+    only until they are.
+    """
+
+    config: ModuleConfig
+    name: str
+    joint: bool = field(default=True, init=False)
+
+    def __call__(self, key, shape, dtype, index=None) -> Tensor:
+        seed = int(key[0]) << 32 | int(key[1])
+        values = _own_weights(self.config.origin, seed)
+        if self.name not in values:  # it was handed out before
+            _own_weights.cache_clear()
+            values = _own_weights(self.config.origin, seed)
+        value = values.pop(self.name)
+        for dim, rows in enumerate(index or ()):
+            value = value if rows is None else value.index_select(dim, rows.to(value.device))
+        return value.to(key.device, dtype, copy=True)
+
+
+@functools.lru_cache(1)
+def _own_weights(origin: str, seed: int) -> dict[str, Tensor]:
+    module = build_module(origin, seed % 2**63)
+    return {name: value.detach() for name, value in trained_weights(module).items()}
+
+
+def defs(config: ModuleConfig) -> dict:
+    """The parameters by the module's own names, whose parts are levels: ``model/layers/0/...``.
+
+    A logical axis is a dim of all parameters whose names differ in numbers alone, such as
+    ``model.layers.*.mlp.up_proj.weight:0``. Weight decay applies to those of two dims or more.
+    """
+    found = {}
+    for name, value in open_module(config).params.items():
+        axes = tuple(f"{_without_numbers(name)}:{dim}" for dim in range(value.dim()))
+        decay = value.dim() > 1
+        init = OwnWeights(config, name)
+        found[name] = ParamDef(tuple(value.shape), axes, init, config.torch_dtype, decay)
+    return nest(found)
+
+
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by names with dots as a tree with a level for each part of a name."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *above, last = name.split(".")
+        level = found
+        for part in above:
+            level = level.setdefault(part, {})
+        level[last] = value
+    return found
+
+
+def flatten(values: tree.Tree) -> dict[str, Any]:
+    """The leaves of such a tree by the module's names."""
+    return {path.replace("/", "."): leaf for path, leaf in tree.items(values)}
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def rules(
+    config: ModuleConfig, mesh: Mesh | BoundMesh, *, fsdp: tuple[str, ...] = ("fsdp",)
+) -> Rules:
+    """How a mesh splits the parameters: by `ModuleConfig.rules` over tp, and over the axes `fsdp`.
+
+    These split, of each parameter, the largest dim that they divide and tp does not split; or the
+    one that it does; or none.
+
+    Raises:
+        ValueError: the mesh has ranks on other axes than dp, fsdp and tp; a rule is found in no
+            name; or tp does not divide a dim; all offenders are listed.
+    """
+    known = ("dp", "fsdp", "tp")
+    others = [f"{name}={mesh[name]}" for name in mesh.axis_names if name not in known]
+    others = [each for each in others if not each.endswith("=1")]
+    fix = "put those ranks on dp, fsdp or tp"
+    wanted = "ranks on dp, fsdp and tp for a module as it is"
+    raise_problems(
+        "this mesh cannot run the model",
+        [Problem("mesh", each, wanted, fix) for each in others],
+    )
+    opened = open_module(config)
+    specs = _tensor_specs(config, mesh["tp"]) if mesh["tp"] > 1 else {}
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for name, value in opened.params.items():
+        shapes.setdefault(_without_numbers(name), []).append(tuple(value.shape))
+    fully = tuple(axis for axis in fsdp if mesh[axis] > 1)
+    count = math.prod(mesh[axis] for axis in fully)
+    found: dict[str, str | tuple[str, ...]] = {}
+    for name, alike in shapes.items():
+        split = specs.get(name, ())
+        parts = [
+            mesh["tp"] if dim < len(split) and split[dim] else 1 for dim in range(len(alike[0]))
+        ]
+        own: dict[int, tuple[str, ...]] = {
+            dim: ("tp",) for dim, part in enumerate(parts) if part > 1
+        }
+        free = [
+            (part == 1, min(shape[dim] for shape in alike), dim)
+            for dim, part in enumerate(parts)
+            if all(shape[dim] % (part * count) == 0 for shape in alike)
+        ]
+        if free and count > 1:
+            dim = max(free)[-1]
+            own[dim] = (*own.get(dim, ()), *fully)
+        found |= {f"{name}:{d}": axes if axes[1:] else axes[0] for d, axes in own.items()}
+    return Rules(found)
+
+
+def _read_rules(text: str) -> Iterator[tuple[str, str, list[str]]]:
+    """The lines of rules: each, its pattern, and its entries."""
+    for line in filter(None, map(str.strip, re.split(r"[;\n]", text))):
+        pattern, _, entries = line.rpartition("=")
+        yield line, pattern.strip(), [entry.strip() for entry in entries.split(",")]
+
+
+def _rule_problems(text: str) -> Iterator[Problem]:
+    for line, pattern, entries in _read_rules(text):
+        wanted = "PATTERN = tp or - for each dim, such as (o|down)_proj = -,tp"
+        if not pattern or not {*entries} <= {"tp", "-"} or entries.count("tp") > 1:
+            yield Problem("module.rules", repr(line), wanted)
+            continue
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield Problem("module.rules", f"{pattern!r}: {error}", "a regular expression")
+
+
+def _tensor_specs(config: ModuleConfig, ranks: int) -> dict[str, P]:
+    """The specs over tp, by names without numbers.
+
+    Raises:
+        ValueError: a rule is found in no name, or tp does not divide a dim.
+    """
+    params = open_module(config).params
+    if not config.rules.strip():
+        return _find_specs(config, ranks)
+    given = {
+        pattern: P(*(None if entry == "-" else "tp" for entry in entries))
+        for _, pattern, entries in _read_rules(config.rules)
+    }
+    specs = Rules(given).specs(dict(params))
+    problems = [
+        Problem(name, f"{size} entries in dim {dim} on tp={ranks}", f"a multiple of {ranks}",
+                "leave it out of the rules, or take fewer ranks")
+        for name, value in params.items()
+        for dim, (entry, size) in enumerate(zip(specs[name], value.shape, strict=False))
+        if entry and size % ranks
+    ]  # fmt: skip
+    raise_problems("tp cannot split these parameters", problems)
+    return {_without_numbers(name): spec for name, spec in specs.items()}
+
+
+_SEARCHED_LAYERS, _SEARCHED_TOKENS = 3, (256, 16)
+"""A module is searched with so many layers, on a batch of so many samples and tokens; these are
+few, for modules that run over them one by one."""
+
+
+@functools.lru_cache(32)
+def _find_specs(config: ModuleConfig, ranks: int) -> dict[str, P]:
+    """The specs over tp that send least, of a module with few layers.
+
+    A rank may hold a fifth more than its part of what can be split.
+    """
+    opened = open_module(replace(config, rules="", router_losses=False))
+    params = {
+        name: value.to(config.torch_dtype)
+        for name, value in opened.params.items()
+        if _layer_number(opened, name) < _SEARCHED_LAYERS
+    }
+    rest = {name: value for name, value in opened.params.items() if name not in params}
+    rows, seq = _SEARCHED_TOKENS
+    tokens = torch.zeros(rows, min(seq, config.max_seq), dtype=torch.int64, device="meta")
+
+    def loss(params, rest, tokens):
+        return _sum_losses(opened, {**rest, **params}, tokens, tokens)
+
+    least = sum(
+        value.nbytes // (ranks if any(size % ranks == 0 for size in value.shape) else 1)
+        for value in params.values()
+    )
+    mesh = Mesh(tp=ranks)
+    given = dict(params), rest, tokens
+    found = partitioning.search(
+        loss, mesh, (P(), P(), P()), *given, axes=("tp",), memory_bytes=int(1.2 * least)
+    )
+    return {_without_numbers(name): spec for name, spec in found.specs.items()}
+
+
+def _layer_number(opened: OpenedModule, name: str) -> int:
+    """The number of the layer that a parameter is of; 0 where it is of none."""
+    if opened.layers is None:
+        return 0
+    path = name.split(".")
+    for end in range(2, len(path) + 1):
+        if re.search(opened.layers, ".".join(path[:end])):
+            return int(path[end - 1])
+    return 0
+
+
+# --- the loss
+
+
+def _sum_losses(opened: OpenedModule, params, tokens: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the losses of whole values; routers' loss counts as that of every target."""
+    logits, routers = opened.call(params, tokens, router=bool(opened.router_coefficient))
+    kind = torch.promote_types(logits.dtype, torch.float32)
+    total = F.cross_entropy(
+        logits.flatten(0, 1).to(kind), targets.flatten(), ignore_index=nn.IGNORE_INDEX,
+        reduction="sum",
+    )  # fmt: skip
+    if routers is None:
+        return total
+    count = (targets != nn.IGNORE_INDEX).sum()
+    return total + opened.router_coefficient * routers * count
+
+
+def loss(
+    config: ModuleConfig,
+    params: tree.Tree,
+    batch: Batch,
+    options: ModelOptions = DEFAULTS,
+    *,
+    key: Tensor | None = None,
+) -> Tensor:
+    """The sum of the losses of the batch of all ranks, replicated; see `functron.gpt.loss`.
+
+    Parameters that data axes split are gathered before; the rest follows from the rules.
+
+    Collectives: of `ModelOptions.gather`, and those that `functron.partition` derives.
+
+    Raises:
+        ValueError: an operation of the module has no rule (`functron.partition`).
+    """
+    require(batch, "tokens", "targets")
+    sizes = {name: axis.size for name, axis in scope().axes.items() if axis is not None}
+    mesh, device = Mesh(**sizes), batch["tokens"].device.type
+    split = "tp" in entry if isinstance(entry := options.stream[1], tuple) else False
+    mapped = _partition_loss(config, mesh, device, options.remat, split)
+
+    def run(whole: tree.Tree) -> Tensor:
+        return mapped.local(flatten(whole), batch["tokens"], batch["targets"])
+
+    return options.gather.around(run)(params)
+
+
+@functools.lru_cache(64)
+def _partition_loss(
+    config: ModuleConfig, mesh: Mesh, device: str, remat: str, split_stream: bool
+) -> partitioning.Partitioned:
+    """The loss on a mesh, of parameters that are split over tp alone."""
+    opened = open_module(config, device)
+    split = rules(config, mesh, fsdp=())
+    specs = {name: split.spec(d.axes) for name, d in flatten(defs(config)).items()}
+    data = tuple(axis for axis in DATA_AXES if mesh[axis] > 1)
+    rows = P(data or None)
+    again = {"full": policies.nothing, "dots": policies.dots}
+    layers = opened.layers
+    given = {layers: again[remat]} if layers and remat in again else {}
+    line = {layers: P(data or None, "tp")} if layers and split_stream and mesh["tp"] > 1 else {}
+
+    def module_loss(params, tokens, targets):
+        return _sum_losses(opened, params, tokens, targets)
+
+    return partitioning.partition(
+        module_loss, mesh, (specs, rows, rows), P(), constraints=line, remat=given, pick="cheapest"
+    )
+
+
+@functools.lru_cache(32)
+def flops_per_token(config: ModuleConfig, seq: int) -> int:
+    """FLOPs of the products of a token, forward and backward, of the traced module."""
+    opened = open_module(config)
+    tokens = torch.zeros(1, seq, dtype=torch.int64, device="meta")
+    # whoever lists the families, such as the hub, needs no tracer
+    trace = importlib.import_module("functron.program.trace").trace
+    made = trace(lambda p, t: opened.call(p, t, router=False)[0])(dict(opened.params), tokens)
+    return 3 * made.cost().model_flops // seq
+
+
+def iterate_logits(
+    params: tree.Tree, config: ModuleConfig, tokens: Tensor, num_tokens: int
+) -> Iterator[Tensor]:
+    """The logits of each next token, for `functron.generate`: all tokens are read for each."""
+    opened, params = open_module(config, tokens.device.type), flatten(params)
+    for _ in range(num_tokens):
+        logits, _ = opened.call(params, tokens[:, -config.max_seq :], router=False)
+        last = yield logits[:, -1].float()
+        tokens = torch.cat([tokens, last.unsqueeze(1)], 1)
+
+
+# --- the family
+
+
+def _open_config(origin: str) -> ModuleConfig:
+    """The config of ``hf-module:PATH`` or ``module:PACKAGE.FUNCTION``."""
+    opened = open_module(ModuleConfig(origin=origin, dropouts="off"))
+    most: dict[str, Any] = {} if opened.max_seq is None else {"max_seq": opened.max_seq}
+    return ModuleConfig(origin=origin, vocab_size=opened.vocab_size, **most)
+
+
+def _find_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
+    """Settings that a module as it is does not have."""
+    model: Any = config.architecture
+    opened = open_module(model)
+    if model.vocab_size != opened.vocab_size:
+        wanted = f"{opened.vocab_size}, the width of the module's logits"
+        yield Problem("module.vocab_size", str(model.vocab_size), wanted, "leave it out")
+    if config.optimizer.name == "muon":
+        fix = "--optimizer adamw"
+        yield Problem("optimizer", "muon", "one that does not ask which matrices project", fix)
+    if config.compute.remat == "selective":
+        fix = "take --remat dots or full"
+        yield Problem(
+            "remat", "selective", "whole layers: a module names no core of attention", fix
+        )
+    needs = {"remat": config.compute.remat != "none"}
+    needs["sequence_parallel"] = config.parallelism.sequence_parallel
+    for name, used in needs.items():
+        if used and opened.layers is None:
+            yield Problem(name, "true", "a module with a torch.nn.ModuleList of layers")
+    folder = Path(model.origin.partition(":")[2])
+    text = config.data.format in ("auto", "text", "chat") and not config.data.tokenizer
+    if text and model.origin.startswith(f"{HUB}:") and (folder / "tokenizer.json").is_file():
+        got = "bytes, for a module with a tokenizer of its own"
+        yield Problem("tokenizer", got, str(folder), f"--tokenizer {folder}")
+
+
+def make_family() -> Family:
+    """The family of modules as they are."""
+    schemes = MappingProxyType({HUB: _open_config, FACTORY: _open_config})
+    given = (ModuleConfig, {}, defs, rules, loss, num_targets, flops_per_token)
+    return Family(
+        "module", "a module as it is", *given,
+        objective=Objective(find_problems=_find_problems), iterate_logits=iterate_logits,
+        draws=lambda config, options: False, free=("dtype", "rules", "dropouts", "router_losses"),
+        without_extras=lambda config: replace(config, router_losses=False), schemes=schemes,
+    )  # fmt: skip

@@ -1,0 +1,316 @@
+"""Modules as they are in training: losses, gradients, runs, files, and what is refused.
+
+The oracle is the module itself under torch's autograd, in float64. transformers computes some norms
+and rotations in float32 whatever the dtype, so that the order of sums shows at 1e-7.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import functron as ft
+from functron import Mesh, checkpoint, random
+from functron.apps.zoo import modules
+from functron.apps.zoo.modules import ModuleConfig, build_module, flatten
+from functron.cli.main import main
+from functron.models.family import list_presets
+from functron.spmd.params import init_params
+from functron.training import run_folder
+from functron.training.checks import validate
+from functron.training.config import TrainConfig, configure, dump, load
+from functron.training.convert import convert
+from functron.training.run import prepare
+from functron.training.train import train
+from tests.apps.zoo.tiny_modules import (
+    FAMILIES,
+    MESHES,
+    REFUSED,
+    dense,
+    largest_error,
+    partitioned,
+    write_folder,
+)
+
+pytest.importorskip("transformers")
+FAST = ("cohere2", "glm", "gpt2", "llama", "mixtral", "opt")
+
+
+@pytest.fixture(scope="module")
+def origin_of(tmp_path_factory):
+    """The origin of a tiny module of a model type."""
+
+    @functools.cache
+    def find(kind: str, **changes) -> str:
+        return write_folder(kind, tmp_path_factory.mktemp("module"), **changes)
+
+    return find
+
+
+@functools.lru_cache(4)
+def opened(origin: str) -> tuple:
+    found = list_presets()[origin]
+    assert isinstance(found, ModuleConfig)
+    config = replace(found, dtype="float64")
+    return config, *dense(config)
+
+
+def check(origin: str, mesh: str) -> None:
+    config, params, total, grads = opened(origin)
+    value, found = partitioned(config, params, **MESHES[mesh])
+    torch.testing.assert_close(value, total, rtol=1e-6, atol=0)
+    assert largest_error(found, grads) < 5e-6
+    assert sorted(found) == sorted(grads)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("kind", FAST)
+def test_losses_and_gradients_are_the_module_s(origin_of, kind, mesh):
+    check(origin_of(kind), mesh)
+
+
+@pytest.mark.full  # a minute; README lists them
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families_that_nobody_wrote_a_line_for(origin_of, kind):
+    for mesh in MESHES:
+        check(origin_of(kind), mesh)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "why"), REFUSED.items())
+def test_families_that_do_not_train_say_why(origin_of, kind, why):
+    with pytest.raises(Exception, match=why):
+        check(origin_of(kind), "dp=2")
+
+
+def run_config(origin: str, **settings) -> TrainConfig:
+    usual = {"seq": 16, "global_batch": 4, "format": "mock", "steps": 3, "module__dtype": "float64"}
+    return configure(model=origin, **{**usual, **settings})
+
+
+def losses(config: TrainConfig) -> list[float]:
+    validate(config)
+    run = prepare(config, Mesh.parse(config.parallelism.mesh))
+    return [record["loss"] for record in train(run, None).history]
+
+
+@functools.lru_cache(1)
+def usual_losses(origin: str) -> tuple[float, ...]:
+    return tuple(losses(run_config(origin)))
+
+
+SETTINGS = {
+    "zero 1": {"mesh": "dp=2", "zero": 1},
+    "zero 2": {"mesh": "dp=2", "zero": 2, "microbatches": 2},
+    "zero 3": {"mesh": "dp=2", "zero": 3, "gather": "keep"},
+    "step": {"mesh": "fsdp=2,tp=2", "gather": "step"},
+    "use": {"mesh": "fsdp=2,tp=2", "remat": "full"},
+    "sequence": {"mesh": "dp=2,tp=2", "sequence_parallel": True, "remat": "dots"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_runs_are_the_same_on_all_meshes(origin_of, name):
+    origin = origin_of("cohere2")
+    found = losses(run_config(origin, **SETTINGS[name]))
+    assert found == pytest.approx(usual_losses(origin), rel=1e-7)
+    assert found[0] != found[2]
+
+
+@pytest.mark.parametrize("kind", ["diffllama", "doge"])
+def test_families_that_nobody_looked_at_train(origin_of, kind):
+    origin = origin_of(kind)
+    found = losses(run_config(origin, mesh="dp=2,tp=2"))
+    assert found == pytest.approx(losses(run_config(origin)), rel=1e-6)
+
+
+RULES = "(q|k|v|gate|up)_proj = tp; (o|down)_proj = -,tp; embed_tokens|lm_head = tp"
+
+
+def test_five_lines_are_rules(origin_of, tmp_path):
+    origin = origin_of("llama")
+    config = run_config(origin, mesh="tp=2", module__rules=RULES)
+    setup = prepare(config, Mesh(tp=2)).setup
+    specs = flatten(setup.specs)
+    assert str(specs["model.layers.1.self_attn.o_proj.weight"]) == "P(None, 'tp')"
+    assert str(specs["model.embed_tokens.weight"]) == "P('tp', None)"
+    assert losses(config) == pytest.approx(usual_losses(origin), rel=1e-6)
+    file = tmp_path / "config.toml"
+    lines = RULES.replace("; ", "\n")
+    file.write_text(f'model = "{origin}"\n[module]\nrules = """\n{lines}"""\n')
+    read = load(file).architecture
+    assert isinstance(read, ModuleConfig)
+    assert read.rules.strip() == lines
+    file.write_text(dump(config))
+    assert load(file) == config
+    for text, said in (
+        ("k_pro = tp; nothing = tp", "rule 'nothing': got no path"),
+        ("k_proj = fsdp", "wanted PATTERN = tp or -"),
+        ("(k = tp", "wanted a regular expression"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            losses(run_config(origin, mesh="tp=2", module__rules=text))
+    with pytest.raises(ValueError, match="got 32 entries in dim 0 on tp=3; wanted a multiple of 3"):
+        losses(run_config(origin, mesh="tp=3", module__rules=RULES))
+
+
+def test_it_begins_as_the_module_does(origin_of, tmp_path):
+    """With the weights of its files, or as the run's seed has it initialise itself."""
+    config = ModuleConfig(origin=origin_of("llama"), vocab_size=64)
+    made = [flatten(init_params(random.key(seed), modules.defs(config))) for seed in (1, 1, 2)]
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(made[0][name], made[1][name])
+    assert not torch.equal(made[0][name], made[2][name])
+    assert made[0][name].std().item() == pytest.approx(0.3, rel=0.1)  # its initializer_range
+    own = build_module(config.origin, seed=5)
+    own.save_pretrained(tmp_path / "weights")  # type: ignore[operator]
+    config = replace(config, origin=f"{modules.HUB}:{tmp_path / 'weights'}")
+    found = flatten(init_params(random.key(0), modules.defs(config)))
+    wanted = dict(own.named_parameters())
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[x], wanted[x]) for x in wanted)
+
+
+def arguments(origin: str, out: Path, *more) -> list[str]:
+    text = str(Path(__file__))
+    return list(map(str, [
+        "train", "--model", origin, "--data", text, "--seq", 16, "--global-batch", 4, "--out", out,
+        "--eval-every", 2, "--eval-data", f"t={text}", "--eval-batches", 1,
+        "--learning-rate.total-steps", 9, *more,
+    ]))  # fmt: skip
+
+
+def test_a_run_goes_on_elsewhere_and_is_exported(origin_of, tmp_path, capsys):
+    """Names in checkpoints and files are the module's; without a step, files are its own bits."""
+    from functron.apps.zoo.module_files import make_format
+
+    formats = {"hf-module": make_format()}
+    source = tmp_path / "source"
+    module = build_module(origin_of("gpt2", vocab_size=256))  # its output is tied
+    module.save_pretrained(source)  # type: ignore[operator]
+    origin, run = f"hf-module:{source}", tmp_path / "run"
+    convert(origin, f"run:{tmp_path / 'begun'}", formats=formats)
+    convert(f"run:{tmp_path / 'begun'}", f"hf-module:{tmp_path / 'same'}", formats=formats)
+    weights = "model.safetensors"
+    assert (tmp_path / "same" / weights).read_bytes() == (source / weights).read_bytes()
+    assert main(arguments(origin, run, "--mesh", "dp=2", "--steps", 2)) == 0
+    assert main(arguments(origin, tmp_path / "whole", "--steps", 4)) == 0
+    more = ["--resume", "--mesh", "fsdp=2,tp=2", "--steps", 4]
+    assert main(arguments(origin, run, *more)) == 0
+    both = [run_folder.records(path) for path in (run, tmp_path / "whole")]
+    for name in ("loss", "eval"):
+        one, other = (
+            [json.dumps(r[name], default=str) for r in rows if name in r] for rows in both
+        )
+        assert len(one) == len(other) > 1
+    assert [r["loss"] for r in both[0]] == pytest.approx([r["loss"] for r in both[1]], rel=1e-5)
+    newest, config = run_folder.newest(run), load(run / "config.toml").architecture
+    assert newest is not None
+    assert isinstance(config, ModuleConfig)
+    stored = checkpoint.Checkpoint(newest)
+    names = {name for name, _ in module.named_parameters()}
+    assert {f"params/{name.replace('.', '/')}" for name in names} <= {*stored}
+    convert(f"run:{run}", f"hf-module:{tmp_path / 'out'}", formats=formats)
+    again = build_module(f"hf-module:{tmp_path / 'out'}")
+    params = checkpoint.read_params(stored, modules.defs(config))
+    for name, value in flatten(params).items():
+        assert torch.equal(dict(again.named_parameters())[name], value)
+        assert not torch.equal(dict(module.named_parameters())[name], value)
+    capsys.readouterr()
+    assert (
+        main(["sample", str(run), "--prompt", "def ", "--tokens", "4", "--temperature", "0"]) == 0
+    )
+    ids = torch.tensor([list(b"def ")])
+    greedy = again.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False)  # type: ignore[operator]
+    assert capsys.readouterr().out.encode("utf-8", "replace").startswith(b"def ")
+    own = ft.generate(params, config, ids, 4, temperature=0)
+    assert own.tolist() == greedy.tolist()
+
+
+def test_routers_losses_count_in_training_alone(origin_of):
+    origin = origin_of("mixtral", output_router_logits=True, router_aux_loss_coef=0.7)
+    config, params, total, grads = opened(origin)
+    value, found = partitioned(config, params, dp=2)
+    torch.testing.assert_close(value, total, rtol=1e-6, atol=0)
+    assert largest_error(found, grads) < 5e-6
+    plain = modules.make_family().without_extras(config)
+    assert abs(partitioned(plain, params)[0] - total) > 1
+
+
+class Words(nn.Module):
+    """A module of one's own, with a frozen table and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(300, 8), nn.Linear(8, 300)
+        self.mixed = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, tokens):
+        return self.out(torch.tanh(self.embed(tokens).cumsum(1) @ self.mixed * self.scale))
+
+
+class Backwards(Words):
+    def forward(self, tokens):
+        return super().forward(tokens.flip(1)).flip(1)
+
+
+class Dropping(Words):
+    def forward(self, tokens):
+        return super().forward(tokens)
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.norm = nn.Dropout(0.1), nn.BatchNorm1d(8)
+
+
+def make_nothing():
+    pass
+
+
+HERE = "module:tests.apps.zoo.test_modules"
+
+
+def test_a_module_of_one_s_own():
+    origin = f"{HERE}.Words"
+    config = run_config(origin, mesh="dp=2")
+    run = prepare(config, Mesh(dp=2))
+    assert sorted(flatten(run.state.params)) == ["embed.weight", "out.bias", "out.weight"]
+    assert config.architecture.vocab_size == 300
+    assert losses(config) == pytest.approx(losses(run_config(origin)), rel=1e-9)
+
+
+def test_what_is_refused(origin_of, tmp_path):
+    encoder = write_folder("bert", tmp_path / "bert")
+    for origin, said in (
+        (f"{HERE}.Backwards", "logits that see tokens after theirs"),
+        (encoder, "logits that see tokens after theirs"),
+        (f"{HERE}.Dropping", r"running statistics in norm"),
+        (f"{HERE}.make_nothing", "which returns NoneType; wanted a torch.nn.Module"),
+        (f"hf-module:{tmp_path}", "wanted a folder with config.json|config.json"),
+        ("module:nowhere.at_all", "no such function"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=said):
+            validate(run_config(origin))
+    drops = origin_of("gpt2", attn_pdrop=0.1)
+    with pytest.raises(ValueError, match=r"dropout in .*attn.*--module.dropouts off"):
+        validate(run_config(drops))
+    validate(run_config(drops, module__dropouts="off"))
+    llama = origin_of("llama")
+    for settings, said in (
+        ({"mesh": "pp=2", "microbatches": 2}, "mesh: got pp=2; wanted ranks on dp, fsdp and tp"),
+        ({"mesh": "cp=2"}, "mesh: got cp=2"),
+        ({"remat": "selective"}, "remat: got selective"),
+        ({"optimizer": {"name": "muon"}}, "optimizer: got muon"),
+        ({"module__vocab_size": 65}, "wanted 64, the width of the module's logits"),
+        ({"seq": 128}, "at most module.max_seq=64"),
+        ({"lora_rank": 2}, "lora_rank"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            validate(run_config(llama, **settings))
