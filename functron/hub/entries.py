@@ -173,7 +173,8 @@ _OTHERS = frozenset((
 
 
 ANY_MODULE = (
-    "others run as they are, from transformers' own module: ft.from_module and ft.partition"
+    "train others as they are, as transformers' own module: functron train --model "
+    "hf-module:PATH, or ft.from_module and ft.partition in Python"
 )
 """Said of families that have no format."""
 
