@@ -120,7 +120,7 @@ def load_adapter(
     shapes = {name.removeprefix(_BEFORE): one.shape for name, one in stored.items()}
     whole = family_of(config).defs(config)
     form = format_of({"model_type": model_type}) if model_type else format_for(config)
-    most = lora.lora_defs(whole, LoRA(rank, alpha, tuple(lora.linear_layers(whole))))
+    most = lora.lora_defs(whole, LoRA(rank, alpha, tuple(_list_layers(whole))))
     found = max(
         (_find_layouts(form, config, rules, most) for rules in form.namings(config)),
         key=lambda each: sum(layout.name(index) in shapes for layout, index in tensors(each)),
@@ -164,7 +164,8 @@ def save_adapter(
 
     Raises:
         ValueError: `path` exists; there are no adapters, or their ranks or scales differ; or they
-            are of matrices that transformers fuses, which would need one `a`; all are listed.
+            are of experts, or of matrices that transformers fuses, which would need one `a`; all
+            are listed.
     """
     folder = local_path(path)
     family = family_of(config)
@@ -180,10 +181,12 @@ def save_adapter(
         got = f"ranks {sorted(ranks)} and scales {sorted(factors)}"
         refuse(title, "params", got, "one rank and one scale", "export the merged model")
     rank, scale = ranks.pop(), factors.pop()
-    targets = tuple(p[: -len("/lora/a")] for p in a)
-    defs = lora.lora_defs(family.defs(config), LoRA(rank, scale * rank, targets))
+    targets, whole = tuple(p[: -len("/lora/a")] for p in a), family.defs(config)
+    fix, wanted = "export the merged model: leave --adapter out", "adapters of other layers"
+    experts = [x for x in targets if x not in _list_layers(whole)]
+    raise_problems(title, [Problem(x, "adapters of experts", wanted, fix) for x in experts])
+    defs = lora.lora_defs(whole, LoRA(rank, scale * rank, targets))
     found = _find_layouts(form, config, form.namings(config)[0], defs)
-    fix = "export the merged model: leave --adapter out"
     held: dict[str, list[str]] = {}
     for layout in found:
         for part in layout.parts:
@@ -207,6 +210,12 @@ def save_adapter(
     with torch.no_grad():
         files.write_files(folder, [planned], iter(named.items()))
     write_json(folder / ADAPTER, _write_settings(form, config, found, rank, scale, base))
+
+
+def _list_layers(defs: tree.Tree) -> list[str]:
+    """Layers with adapters in PEFT's layout, which names no expert where a tensor has them all."""
+    axes = {p: x.axes for p, x in zip(tree.paths(defs), tree.leaves(defs), strict=True)}
+    return [x for x in lora.linear_layers(defs) if "expert" not in axes[f"{x}/w"]]
 
 
 def _write_settings(

@@ -107,6 +107,22 @@ def test_several_adapters(stored, tmp_path):
     assert ft.tree.paths(switched) == ft.tree.paths(lora.attach(params, trees[1]))
 
 
+@pytest.mark.parametrize("stored", ["mixtral"], indirect=True)
+def test_adapters_of_experts_stay_here(stored, tmp_path):
+    """PEFT's layout has no name for them; those of other layers of such models are exact."""
+    _, config, params, named = stored
+    write_adapter(tmp_path / "own", named, ".*(q_proj|o_proj)")
+    found = adapters.load_adapter(tmp_path / "own", config)[1]
+    adapters.save_adapter(tmp_path / "out", config, lora.attach(params, found))
+    before, after = (load_file(tmp_path / x / adapters.WEIGHTS) for x in ("own", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    defs = lora.lora_defs(gpt.defs(config), lora.LoRA(2, 2.0, ("blocks/moe/experts/*",)))
+    both = ft.init_params(ft.random.key(0), defs)
+    with pytest.raises(ValueError, match="blocks/moe/experts/up: got adapters of experts"):
+        adapters.save_adapter(tmp_path / "experts", config, both)
+
+
 @pytest.mark.parametrize("stored", ["llama"], indirect=True)
 def test_a_folder_with_base_and_adapter_is_both(stored, tmp_path):
     path, config, params, named = stored
