@@ -198,17 +198,18 @@ def test_so_has_every_mesh(config, mesh, options):
     check_step(config, mesh, one_by_one(config), **options, **DYNAMIC)
 
 
-@pytest.mark.parametrize("mesh", ["ep=2,cp=4", "ep=2,cp=2,tp=2", "ep=2,ulysses=4"])
-def test_experts_are_balanced_by_the_same_tokens(config, mesh):
+@pytest.mark.parametrize(
+    ("mesh", "aux", "microbatches"),
+    [("ep=2,cp=4", "batch", 1), ("ep=2,cp=2,tp=2", "batch", 1), ("ep=2,ulysses=4", "global", 2)],
+)
+def test_experts_are_balanced_by_the_same_tokens(config, mesh, aux, microbatches):
     # a loss over all tokens of a batch: the numbers of a rank that has all of them
-    config = replace(config, gpt=replace(MODEL, moe=EXPERTS))
+    config = replace(config, gpt=replace(MODEL, moe=replace(EXPERTS, aux=aux)))
     options = {"sequence_parallel": True} if "tp" in mesh else {}
+    options |= {"mesh": mesh, "microbatches": microbatches, **DYNAMIC}
     (alone,), (dealt,) = (
         train(prepare(one, Mesh.parse(one.parallelism.mesh)), None).history
-        for one in (
-            configure(config, steps=1),
-            configure(config, steps=1, mesh=mesh, **options, **DYNAMIC),
-        )
+        for one in (configure(config, steps=1), configure(config, steps=1, **options))
     )
     assert dealt["context"]["ring_size"] in (1, 2, 4)
     for name in ("loss", "grad_norm"):
@@ -315,6 +316,10 @@ def test_processes_compute_the_same(whole, tmp_path, in_processes):
             "gpt.moe.aux: got batch with context=dynamic and microbatches",
         ),
         ({"gpt": replace(MODEL, moe=replace(EXPERTS, capacity_factor=2.0))}, "capacity_factor"),
+        (
+            {"gpt": replace(MODEL, moe=replace(EXPERTS, balance_bias=True, balance_by="quantile"))},
+            "gpt.moe.balance_by: got quantile with context=dynamic",
+        ),
         ({"mesh": "dp=4"}, "context: got 'dynamic', which has no effect; wanted cp in the mesh"),
         ({"seq": 28}, "seq: got 28; wanted a multiple of 8: cp=4 x 2 for zigzag"),
         ({"mesh": "cp=2,ulysses=8"}, "num_heads: got 4; wanted a multiple of tp=1 x ulysses=8"),
