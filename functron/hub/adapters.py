@@ -1,7 +1,7 @@
 """Low-rank adapters as PEFT stores them: adapter_config.json and adapter_model.safetensors.
 
 A matrix ``NAME.weight`` has ``NAME.lora_A.weight`` ``[rank, in]`` and ``NAME.lora_B.weight``
-``[out, rank]``, in our names `Adapter.a` and `Adapter.b`, transposed; what their product is
+``[out, rank]``, in our names ``Adapter.a`` and ``Adapter.b``, transposed; what their product is
 multiplied by follows from adapter_config.json.
 """
 

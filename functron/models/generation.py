@@ -369,7 +369,7 @@ def generate(
         stop: tokens after which a row has ended: it repeats that token while others go on, and
             when all rows have ended no more are drawn.
         mesh: data, expert and tensor-parallel ranks that do it together, simulated or bound; None:
-            one. Parameters lie on it as the specs of `options.gather` say, or without these as
+            one. Parameters lie on it as the specs of ``options.gather`` say, or without these as
             ``gpt.rules(config, mesh)`` has it.
         options: gather, experts, kernels and hooks of `gpt.forward`; others do not matter here.
             Parameters that data axes split are gathered without being asked for.

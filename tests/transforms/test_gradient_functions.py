@@ -20,6 +20,7 @@ from functron.transforms import (
     BoundGradients,
     GradientFunction,
     View,
+    informed,
     nesting_table,
     with_view,
     without_targets,
@@ -233,6 +234,28 @@ def test_shares_can_be_changed_before_ranks_sum_them():
     once = one_parameter(g, mesh=Mesh(dp=2))[1]["grad_norm"]
     twice = one_parameter(wrap_gradients(g, doubled), mesh=Mesh(dp=2))[1]["grad_norm"]
     torch.testing.assert_close(twice, 2 * once)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2)], ids=str)
+def test_microbatches_are_informed_by_a_pass_over_all(mesh):
+    """Each microbatch's loss is multiplied by the sum of all the data, 66: gradients by hand."""
+
+    def weighed(params, data, key):
+        weight = data[:, 3].sqrt() if data.shape[1] > 3 else torch.ones_like(data[:, 0])
+        found = ft.lax.psum(data[:, :3].sum(), "dp")
+        return squares(params, weight[:, None] * data[:, :3], key), found
+
+    def inform(data, found):
+        return torch.cat([data, found.expand(len(data), 1)], 1)
+
+    g = ft.accumulated(ft.mean_gradients(weighed, rows, has_aux=True), 2)
+    state, _ = one_parameter(informed(g, inform), mesh=mesh)
+    data = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+    w = torch.ones(3, dtype=torch.float64)
+    torch.testing.assert_close(state.params["w"], w - 66 * 2 * data.T @ (data @ w) / 4)
+    alone = ft.mean_gradients(squares, rows)
+    with pytest.raises(ValueError, match="informed: got a sum alone; wanted aux values"):
+        one_parameter(informed(alone, inform), mesh=mesh)
 
 
 def test_what_is_scattered_has_no_shares_to_change():
