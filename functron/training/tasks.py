@@ -58,7 +58,7 @@ class TasksConfig:
         batch: texts that are scored together, over all ranks.
     """
 
-    names: str = setting("", "common", short="eval_tasks")
+    names: str = setting("", short="eval_tasks")
     core: str = setting("", "path", short="eval_core")
     folder: str = setting("", "path", need=_NAMED)
     every: int = setting(0, least=0, need=_ASKED)

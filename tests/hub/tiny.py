@@ -212,14 +212,9 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", QWEN3_MOE),
     "qwen3-moe-dense": (
         "Qwen3Moe",
-        {
-            **QWEN3_MOE,
-            "mlp_only_layers": [0],
-            "norm_topk_prob": False,
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-        },
+        {**QWEN3_MOE, "mlp_only_layers": [0], "norm_topk_prob": False, "tie_word_embeddings": True},
     ),
+    "qwen3-moe-biases": ("Qwen3Moe", {**QWEN3_MOE, "attention_bias": True}),
     "deepseek-v3": ("DeepseekV3", DEEPSEEK),
     "deepseek-v3-yarn": (
         "DeepseekV3",

@@ -79,6 +79,10 @@ CALLS: Mapping[str, list[Call]] = {
     ],
     "amax": [lambda x, y: x.detach().amax((0, 2), keepdim=True) * y],
     "amin": [lambda x, y: x.detach().amin(-1, keepdim=True) * y],
+    "histc": [
+        lambda x, y: torch.histc(x.detach(), 5, min=-2, max=2),
+        lambda x, y: torch.histc(x.detach(), bins=4),
+    ],
     "any": [lambda x, y: (x > 2).any(-1, keepdim=True)],
     "all": [lambda x, y: (x > -1).all(0, keepdim=True)],
     "prod": [lambda x, y: x.prod(-1, keepdim=True), lambda x, y: x.to(F32).prod(1, dtype=DTYPE)],
