@@ -166,7 +166,7 @@ def _run_tasks(options: EvaluateOptions, arguments: Sequence[str], here: Process
     with mistakes():
         mesh = Mesh.parse(options.mesh)
         config = load(options.run / run_folder.CONFIG, known_only=True)
-        config = configure(config, parallelism=ParallelismConfig(options.mesh))
+        config = _on_mesh(config, ParallelismConfig(options.mesh))
         found = [*number_problems(options), *options.problems(mesh, here)]
         raise_problems("cannot evaluate", [*found, *language_problems(config, mesh)])
         check_tasks(options.asked)
@@ -196,14 +196,10 @@ def _configure(options: EvaluateOptions, mesh: Mesh) -> TrainConfig:
     config = load(options.run / run_folder.CONFIG, known_only=True)
     ranks = config.parallelism
     rows = config.data.global_batch // _count_parts(Mesh.parse(ranks.mesh), ranks.microbatches)
+    uneven = options.uneven or ranks.uneven
+    own = ParallelismConfig(options.mesh, ranks.nproc, microbatches=mesh["pp"], uneven=uneven)
     return configure(
-        config,
-        parallelism=ParallelismConfig(
-            options.mesh,
-            ranks.nproc,
-            microbatches=mesh["pp"],
-            uneven=options.uneven or ranks.uneven,
-        ),
+        _on_mesh(config, own),
         compile=options.compile,
         log_layers_every=0,
         out=str(options.run),
@@ -213,6 +209,14 @@ def _configure(options: EvaluateOptions, mesh: Mesh) -> TrainConfig:
         eval_batches=options.batches,
         eval_averaged=options.averaged,
     )
+
+
+def _on_mesh(config: TrainConfig, ranks: ParallelismConfig) -> TrainConfig:
+    """A run's configuration on these ranks; experts, which are over ep here, are one hop away."""
+    moe = config.gpt.moe
+    if moe is not None and moe.dispatch == "two-hop":
+        config = configure(config, gpt__moe=replace(moe, dispatch="alltoall"))
+    return configure(config, parallelism=ranks)
 
 
 def _uses_windows(config: TrainConfig) -> bool:
@@ -459,7 +463,7 @@ def sample(arguments: Sequence[str]) -> int:
         config = load(options.run / run_folder.CONFIG, known_only=True)
         uneven = options.uneven or config.parallelism.uneven
         ranks = ParallelismConfig(options.mesh, uneven=uneven)
-        config = configure(config, parallelism=ranks)
+        config = _on_mesh(config, ranks)
         _check_prompt(options, config, mesh, here)
         kind = choose_device(options.device, options.nproc)
         grow_segments(kind)

@@ -5,6 +5,7 @@ Fields may be dataclasses, whose options have the field's name as a prefix, or n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -161,10 +162,9 @@ def parse(
         raise_problems(
             title,
             [
-                Problem(
-                    word, "an unknown option", "a known one", _suggest_option(word, known) + more
-                )
+                Problem(word, "an unknown option", "a known one", fix + more)
                 for word in names
+                for fix in [_suggest_section(word, made) or _suggest_option(word, known)]
             ],
         )
         named = named_fields(arguments, options)
@@ -477,6 +477,19 @@ def _read_texts(kind: type) -> dict[str, str]:
             names, _, text = entry.strip().partition(":")
             found |= dict.fromkeys(re.split(r",\s*", names), " ".join(text.split()))
     return found
+
+
+def _suggest_section(word: str, made: Any) -> str:
+    """What to do about an option of a section that this configuration is without; else empty."""
+    above = word.lstrip("-").replace("-", "_").split("=")[0].rpartition(".")[0]
+    fields = [field.name for field in dataclasses.fields(made)]
+    if above.partition(".")[0] in fields:
+        with contextlib.suppress(AttributeError):  # no section at all
+            if above and follow(made, above) is None:
+                table = f"write its table [{above}] into a config.toml"
+                return f"choose a model that has {above}, or {table}"
+    inside = (getattr(made, field) for field in fields if _is_flat(type(made), field))
+    return next(filter(None, (_suggest_section(word, each) for each in inside)), "")
 
 
 def _suggest_option(word: str, known: Sequence[str]) -> str:

@@ -266,6 +266,15 @@ def test_unknown_options_suggest_what_was_meant(command, given, meant, capsys):
     assert f"did you mean {meant}?" in shown
 
 
+@pytest.mark.parametrize("command", ["train", "params", "plan", "trace"])
+def test_options_of_a_section_that_is_not_there_name_it(command, capsys):
+    assert run(command, "--gpt.moe.top-k", 2, "--gpt.rope-scaling.factor=2.0") == 2
+    shown = capsys.readouterr().err
+    for section in ("gpt.moe", "gpt.rope_scaling"):
+        assert f"choose a model that has {section}, or write its table [{section}]" in shown
+    assert "did you mean" not in shown
+
+
 def test_what_options_are_called_elsewhere_leads_to_options():
     """Every alias, and every name that is suggested, is an option of some command."""
     every = {

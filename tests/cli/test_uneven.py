@@ -76,6 +76,37 @@ def test_texts(runs, capsys):
     assert len(set(found)) == 1
 
 
+def test_experts_that_tokens_reach_in_two_hops(tmp_path, capsys):
+    """5 of them over 2 nodes of 2 ranks; commands that read the run have no axis of nodes."""
+    index = SIZES.index("--gpt.mlp-dim")
+    given = ["--model", "mixtral-tiny", *SIZES[:index], *SIZES[index + 2 :], "--steps", 1]
+    given += ["--gpt.moe.num-experts", 5, "--gpt.moe.expert-dim", 8, "--uneven", "expert"]
+    given += ["--mesh", "ep_node=2,ep=2", "--expert-axes", "ep_node,ep"]
+    given += [
+        "--gpt.moe.dispatch",
+        "two-hop",
+        "--data",
+        argparse.__file__,
+        "--out",
+        tmp_path / "run",
+    ]
+    assert main(["train", *map(str, given)]) == 0
+    for command in (
+        ["evaluate", "--data", f"x={copy.__file__}", "--batches", "1", "--batch", "2", "--json"],
+        ["sample", "--prompt", "def ", "--tokens", "4", "--temperature", "0"],
+    ):
+        found = []
+        for mesh in ("", "ep=2"):
+            capsys.readouterr()
+            assert main([command[0], str(tmp_path / "run"), *command[1:], "--mesh", mesh]) == 0
+            found.append(capsys.readouterr().out)
+        if command[0] == "evaluate":
+            losses = [json.loads(text)["x"]["loss"] for text in found]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+        else:
+            assert found[0] == found[1]
+
+
 def test_going_on_with_other_ranks(runs, tmp_path):
     for name, words in {
         "dense": ["--mesh", "fsdp=4", "--uneven", "embed"],

@@ -70,19 +70,19 @@ def check(mesh: str, fields: dict) -> None:
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=0)
     if compiled and "pp" not in mesh:
-        check_evaluation(made, begin(made, "some samples").params)
+        check_evaluation(made, name)
     told: list = [None] * dist.get_world_size()
     dist.all_gather_object(told, reruns)
     assert all(each == told[0] for each in told), told
     assert (reruns[0] > 0) if compiled else (reruns == [None] * STEPS), reruns
 
 
-def check_evaluation(made: setup.RunSetup, params: dict) -> None:
+def check_evaluation(made: setup.RunSetup, name: str) -> None:
     """Of a batch that goes over the room on some ranks, which take it again together."""
-    batch = draw_batch("some samples")
+    params, batch = begin(made, "some samples").params, draw_batch("some samples")
 
     def alone() -> torch.Tensor:
-        one = setup.make_setup(configured("top-2", ""), Mesh())
+        one = setup.make_setup(configured(name, ""), Mesh())
         return evaluation.loss_program(one)(begin(one, "some samples").params, batch)[0]
 
     rooms: list[float] = []
