@@ -213,7 +213,7 @@ def _expert_problems(
     split = [axis for axis in expert_axes if mesh[axis] > 1]
     if count % ranks and not uneven:
         each = " x ".join(f"{axis}={mesh[axis]}" for axis in split)
-        fix = f"divide them among {math.gcd(count, ranks)} ranks"
+        fix = f"divide them among {math.gcd(count, ranks)} ranks, or unevenly: uneven expert"
         found.append(Problem("moe.num_experts", str(count), f"a multiple of {each}", fix))
     for axis in ("ep_node", "ep"):
         if axis not in expert_axes and mesh[axis] > 1:

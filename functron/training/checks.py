@@ -138,7 +138,7 @@ TRAIN_NEEDS: Needs = MappingProxyType({
     "uneven": Need(
         lambda c: (
             c.parallelism.zero == 3
-            or any(_axis(c, n) > 1 for n in ("tp", "fsdp", "ep_node", "ep"))
+            or any(_axis(c, n) > 1 for n in ("tp", "fsdp", *c.parallelism.expert_axis_names))
         ),
         "ranks that split parameters",
         "add tp=N or fsdp=N to the mesh",
