@@ -505,11 +505,12 @@ class StartedMesh(NamedAxes):
             self._uses[key] -= 1
             if self._uses[key] <= 0:
                 del self._uses[key]
-                self._pending.append(("forget", ([key],)))
                 self._blobs.pop(key, None)
+                self._pending.append(("forget", ([key],)))
 
     def _call(self, function: RemoteFunction, args: tuple) -> Any:
         """Call a function on all ranks."""
+        self._processes.check_owner()  # a fork has the lock as it was, which nobody may release
         with self._processes.lock:
             self._refuse_closed()
             if compat.transforms_active():
@@ -519,8 +520,9 @@ class StartedMesh(NamedAxes):
             self._forget_unused()
             late, key = self._late, function.define()
             if torch.get_default_dtype() is not self._default_dtype:
-                self._default_dtype = torch.get_default_dtype()
-                self._pending.append(("default_dtype", (self._default_dtype,)))
+                wanted = torch.get_default_dtype()  # Ctrl-C may come between any two lines
+                self._pending.append(("default_dtype", (wanted,)))
+                self._default_dtype = wanted
             plan, leaves = function.plan(args)
             known = self._foresee(function, plan)
             for leaf in leaves:
@@ -622,23 +624,43 @@ class StartedMesh(NamedAxes):
             return False
         call.plan.known = None
         try:
-            out, structure = tree.flatten(self._results_of(call, kept))
-            if structure != known.structure or not all(type(x) is Handle for x in out):
-                got, wanted = f"{structure}", f"{known.structure}, as in the calls before"
-                fix = "call it again, which waits for its results now"
-                refuse("a call returned what was not expected", call.name, got, wanted, fix)
+            out = self._results_of(call, kept)
         except Exception as error:
             error.add_note(late.where)
             answers = {number: [Answer(each)] for number, each in kept.items()}
             self._give_up([(call, answers), *self._end_behind(behind)], late, "its results")
             raise
-        for handle, real in zip(late.made, out, strict=True):
-            handle._kind, handle._number = real._kind, real._number
-            handle._scalar, real._fate = real._scalar, "has another handle"
         ended = self._end_behind(behind)
         if any(each[-1].begun for _, found in ended for each in found.values()):
             self._give_up(ended, None, "results of other kinds on some ranks")
+        self._replace_made(late, out)
         return True
+
+    def _replace_made(self, late: LateCall, out: Any) -> None:
+        """Have handles stand for results of other kinds than expected.
+
+        Raises:
+            ValueError: the tree is another one; handles stand for what is at their place in it.
+        """
+        name, structure, real = late.call.name, tree.structure(out), dict(tree.items(out))
+        paths = tree.paths(tree.unflatten(late.known.structure, late.made))
+        for path, handle in zip(paths, late.made, strict=True):
+            other = real.get(path)
+            if type(other) is Handle:
+                handle._kind, handle._number = other._kind, other._number
+                handle._scalar, other._fate = other._scalar, "has another handle"
+            else:
+                handle._fate = f"was not made: {name} returned other results; fix: call it again"
+        if structure == late.known.structure and not any(each._fate for each in late.made):
+            return
+        self.given = None if late.call.consumed else late.args
+        got, wanted = f"{structure}", f"{late.known.structure}, as in the calls before"
+        fix = "go on with what both have; the next call waits for its results"
+        try:
+            refuse("a call returned what was not expected", name, got, wanted, fix)
+        except ValueError as error:
+            error.add_note(late.where)
+            raise
 
     def _send(
         self, function: RemoteFunction, key: bytes, plan: Plan, leaves: list,

@@ -455,12 +455,14 @@ class UsedValues:
     def changed(self) -> bool:
         """Whether a value is another one now, or was changed in place."""
         try:
-            if any(read() is not value for read, value in self._rows):
-                return True
+            for read, value in self._rows:
+                if read() is not value:
+                    return True
         except (KeyError, ValueError):  # deleted
             return True
-        if any(f.__code__ is not code or _extras(f) for f, code in self._plain):
-            return True
+        for f, code in self._plain:
+            if f.__code__ is not code or _extras(f):
+                return True
         if any(names.changed() for names in self._names):
             return True
         if not all(map(_has_contents, self._flat)):
@@ -543,8 +545,8 @@ def _state(values: list[Any], looked: list[Any]) -> int | None:
 
 def _extras(function: types.FunctionType) -> tuple | None:
     """A function's parts besides its code: defaults and attributes; None: nothing."""
-    found = function.__defaults__, function.__kwdefaults__, function.__dict__
-    return found if any(found) else None
+    defaults, named, own = function.__defaults__, function.__kwdefaults__, function.__dict__
+    return (defaults, named, own) if defaults or named or own else None
 
 
 def _look_at(tensor: torch.Tensor) -> tuple:
