@@ -334,7 +334,7 @@ def _drops_out(inner: torch_nn.Module) -> bool:
 
 
 class ModuleTrial(NamedTuple):
-    """What a module does with a few tokens; see `OpenedModule`."""
+    """Findings of a few tokens in a module; see `OpenedModule`."""
 
     width: int = 0
     positions: int | None = None
@@ -364,7 +364,7 @@ class _Positions(TorchDispatchMode):
 
 
 def _try_module(module: torch_nn.Module, call: Callable) -> ModuleTrial:
-    """What a module does with tokens; among its problems, that it sees those after theirs.
+    """Run a module on tokens; among its problems is that it sees those after theirs.
 
     The last tokens of all samples change, as a mean over samples sees those of all.
     """
