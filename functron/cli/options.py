@@ -480,7 +480,7 @@ def _read_texts(kind: type) -> dict[str, str]:
 
 
 def _suggest_section(word: str, made: Any) -> str:
-    """What to do about an option of a section that this configuration is without; else empty."""
+    """The fix for an option of a section that this configuration is without; else empty."""
     above = word.lstrip("-").replace("-", "_").split("=")[0].rpartition(".")[0]
     fields = [field.name for field in dataclasses.fields(made)]
     if above.partition(".")[0] in fields:

@@ -39,8 +39,9 @@ class ConvertOptions:
 
     Attributes:
         source: hf:PATH, a folder with config.json and safetensors; megatron:PATH, a checkpoint of
-            Megatron-LM (torch_dist or mp_rank_*); or run:PATH, the newest checkpoint of a run.
-        target: run:PATH; or hf:PATH or megatron:PATH from a run; it must not exist.
+            Megatron-LM (torch_dist or mp_rank_*); hf-module:PATH, a decoder of transformers that
+            trains as it is; or run:PATH, the newest checkpoint of a run.
+        target: run:PATH; or hf:PATH, megatron:PATH or hf-module:PATH from a run; it must not exist.
         dtype: of the target's parameters; empty: unchanged.
         averaged: export the averages of parameters that the run keeps (--optimizer.ema-decay).
         max_seq: the run's longest sequence, at most the model's; 0: the model's.

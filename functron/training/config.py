@@ -264,7 +264,9 @@ class TrainConfig:
 
     Attributes:
         data: training data.
-        model: name of a preset, which sets the architecture; with a source, a name for it.
+        model: name of a preset, which sets the architecture; hf-module:FOLDER, a decoder of
+            transformers as it is; module:PACKAGE.FUNCTION, what it returns; or, with a source, a
+            name for that.
         source: origin of the model, such as hf:PATH, if it is not a preset; recorded by functron
             convert, and not an option. launch:FILE: a launch line describes it.
         gpt: the architecture, unless another is given: other families have a table of their name,

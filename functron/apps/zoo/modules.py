@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn as torch_nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from functron import nn, partitioning
 from functron.core import tree
@@ -65,10 +66,12 @@ class ModuleConfig(TextConfig):
             expression of their names, = and tp or - for each dim, of which the first that is found
             in a name counts: (q|k|v|gate|up)_proj = tp; (o|down)_proj = -,tp. Others are whole on
             every rank of tp. Empty: they are found, which needs scipy.
-        max_seq: the longest sequence that it takes, in tokens; 0: any.
-        dropouts: refuse: a module that drops out is refused; off: it runs without.
+        max_seq: the longest sequence that it takes, in tokens.
+        dropouts: refuse: a module that drops out, or draws other numbers in training, is refused;
+            off: it runs as in evaluation, without.
         router_losses: add the auxiliary losses of routers, where its config.json asks for them by
-            output_router_logits.
+            output_router_logits. They balance a microbatch over all ranks, and so depend on the
+            number of microbatches.
     """
 
     vocab_multiple: int = 1
@@ -104,10 +107,11 @@ class OpenedModule:
             for, by the function of `functron.from_module`.
         params: abstract, by name; weights that are tied come once.
         vocab_size: the width of its logits.
-        max_seq: of its config.json; None: it has none.
+        max_seq: of its config.json, at most `positions`; None: it has none.
+        positions: for how many it has parameters; None: it has none.
         layers: a pattern of the scopes of its layers, of a list in it; None: it has none.
         router_coefficient: of the auxiliary loss of its routers; 0: it has none.
-        dropouts: the modules in it that drop out in training.
+        dropouts: what in it draws numbers in training.
         problems: why it cannot be trained.
     """
 
@@ -116,6 +120,7 @@ class OpenedModule:
     params: Mapping[str, Tensor]
     vocab_size: int
     max_seq: int | None
+    positions: int | None
     layers: str | None
     router_coefficient: float
     dropouts: tuple[str, ...]
@@ -169,7 +174,10 @@ def _open_folder(path: Path) -> Callable[[], Any]:
         try:
             if weights:
                 given = {"config": config, "dtype": "auto", "local_files_only": True}
-                return kind.from_pretrained(path, **given, **options)
+                given["output_loading_info"] = True
+                made, read = kind.from_pretrained(path, **given, **options)
+                _refuse_missing(path, read)
+                return made
             return kind.from_config(config, **options)
         except ValueError as error:
             raise ValueError(f"no module to train\n  - model: {HUB}:{path}: {error}") from error
@@ -178,6 +186,17 @@ def _open_folder(path: Path) -> Callable[[], Any]:
                 logging.enable_progress_bar()
 
     return make
+
+
+def _refuse_missing(path: Path, read: Mapping[str, Any]) -> None:
+    names = sorted(
+        {*read.get("missing_keys", ()), *(x[0] for x in read.get("mismatched_keys", ()))}
+    )
+    if names:
+        got = f"no weights of this name and shape for {_list_some(names)}"
+        wanted = "all of the module's: the others would be random"
+        fix = "complete the files, or remove them all to begin with a random module"
+        refuse("no module to train", f"{HUB}:{path}", got, wanted, fix)
 
 
 def open_module(config: ModuleConfig, device: str = "cpu") -> OpenedModule:
@@ -204,15 +223,19 @@ def _open_once(origin: str) -> OpenedModule:
     with aside(), enter(Scope()), torch.enable_grad():
         module = build_module(origin)
         call, coefficient = _call_options(module)
-        width, found = _try_module(module, call)
-        problems = (*_module_problems(module), *found)
+        tried = _try_module(module, call)
+        problems = (*_module_problems(module), *tried.problems)
         _drop_weights(module)
         _, params = partitioning.from_module(module)
-        most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+        limits = (getattr(getattr(module, "config", None), "max_position_embeddings", None),
+                  tried.positions)  # fmt: skip
         dropouts = tuple(name for name, inner in module.named_modules() if _drops_out(inner))
+        if tried.draws and not dropouts:
+            dropouts = ("forward, which makes other logits in training",)
         return OpenedModule(
-            module, call, params, width, most, _find_layers(module), coefficient, dropouts, problems
-        )
+            module, call, params, tried.width, min(filter(None, limits), default=None),
+            tried.positions, _find_layers(module), coefficient, dropouts, problems,
+        )  # fmt: skip
 
 
 @functools.lru_cache(32)
@@ -311,25 +334,91 @@ def _drops_out(inner: torch_nn.Module) -> bool:
     return any(isinstance(x, float) and x > 0 for x in rates)
 
 
-def _try_module(module: torch_nn.Module, call: Callable) -> tuple[int, list[Problem]]:
-    """The width of the logits, and why they are none of the tokens up to theirs alone."""
-    tokens = (torch.arange(8) * 5 % 7 + 1).expand(2, 8).clone()
-    tokens[1, -1] = 0
+class ModuleTrial(NamedTuple):
+    """Findings of a few tokens in a module; see `OpenedModule`."""
+
+    width: int = 0
+    positions: int | None = None
+    draws: bool = False
+    problems: tuple[Problem, ...] = ()
+
+
+_TRIED = 8  # tokens
+
+
+class _Positions(TorchDispatchMode):
+    """Finds rows of parameters that are read in order, one for each position."""
+
+    def __init__(self, module: torch_nn.Module):
+        super().__init__()
+        self.tables = {x.data_ptr() for x in module.parameters()}
+        self.most: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.embedding, torch.ops.aten.index):
+            table, ids = args[:2]
+            ids = ids[0] if isinstance(ids, list | tuple) else ids
+            ids = ids if table.data_ptr() in self.tables else None
+            if ids is not None and [*ids.shape[-1:]] == [_TRIED] and bool((ids.diff() == 1).all()):
+                self.most.append(table.shape[0] - int(ids.min()))
+        return func(*args, **(kwargs or {}))
+
+
+def _try_module(module: torch_nn.Module, call: Callable) -> ModuleTrial:
+    """Run a module on tokens; among its problems is that it sees those after theirs.
+
+    The last tokens of all samples change, as a mean over samples sees those of all.
+    """
+    tokens = (torch.arange(2 * _TRIED) * 5 % 7 + 1).view(2, _TRIED)
+    changed = tokens.clone()
+    changed[:, -1] = 0
+
+    def run(tokens: Tensor) -> Any:
+        return call(lambda _, *x, **more: module(*x, **more), {}, tokens, router=False)[0]
+
     wanted = "logits [batch, seq, vocab] of tokens [batch, seq], or an output that has .logits"
+    positions = _Positions(module)
     try:
         with torch.no_grad():
-            out, _ = call(lambda _, *x, **more: module(*x, **more), {}, tokens, router=False)
+            with positions:
+                out = run(tokens)
+            after = run(changed)
     except Exception as error:  # of code that is not ours
         got = f"a forward that fails: {type(error).__name__}: {error}"
-        return 0, [Problem("model", got, wanted)]
-    if not isinstance(out, Tensor) or out.dim() != 3 or out.shape[:2] != (2, 8):
+        return ModuleTrial(problems=(Problem("model", got, wanted),))
+    if not isinstance(out, Tensor) or out.dim() != 3 or out.shape[:2] != tokens.shape:
         got = f"{list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-        return 0, [Problem("model", f"an output {got}", wanted, "return them from forward")]
-    one, other = out[:, :-1].float()
-    if torch.allclose(one, other, rtol=1e-3, atol=1e-3 * float(one.abs().max())):
-        return out.shape[-1], []
-    wanted = "of the tokens before alone: those after are what is learnt"
-    return 0, [Problem("model", "logits that see tokens after theirs", wanted, "a causal decoder")]
+        found = Problem("model", f"an output {got}", wanted, "return them from forward")
+        return ModuleTrial(problems=(found,))
+    if not _is_close(out[:, :-1], after[:, :-1]):
+        wanted = "of the tokens before alone: those after are what is learnt"
+        got = "logits that see tokens after theirs"
+        return ModuleTrial(problems=(Problem("model", got, wanted, "a causal decoder"),))
+    return ModuleTrial(
+        out.shape[-1], min(positions.most, default=None), _draws(module, run, tokens, out)
+    )
+
+
+def _draws(module: torch_nn.Module, run: Callable, tokens: Tensor, out: Tensor) -> bool:
+    """Whether its logits are others in training."""
+    state = {name: x.clone() for name, x in module.named_buffers()}
+    module.train()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return not _is_close(out, run(tokens))
+    except Exception:  # it is run as in evaluation
+        return True
+    finally:
+        module.eval()
+        for name, x in module.named_buffers():
+            if name in state and state[name].shape == x.shape:
+                x.copy_(state[name])
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    one, other = one.float(), other.float()
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-3 * float(one.abs().max()))
 
 
 def _find_layers(module: torch_nn.Module) -> str | None:
@@ -381,12 +470,13 @@ def _own_weights(origin: str, seed: int) -> dict[str, Tensor]:
 def defs(config: ModuleConfig) -> dict:
     """The parameters by the module's own names, whose parts are levels: ``model/layers/0/...``.
 
-    A logical axis is a dim of all parameters whose names differ in numbers alone, such as
-    ``model.layers.*.mlp.up_proj.weight:0``. Weight decay applies to those of two dims or more.
+    A logical axis is a dim of the parameters of all layers, such as
+    ``model.layers.*.mlp.up_proj.weight:0``; of each, where rules or sizes of them differ. Weight
+    decay applies to those of two dims or more.
     """
-    found = {}
+    found, alike = {}, _share_names(config)
     for name, value in open_module(config).params.items():
-        axes = tuple(f"{_without_numbers(name)}:{dim}" for dim in range(value.dim()))
+        axes = tuple(f"{alike[name]}:{dim}" for dim in range(value.dim()))
         decay = value.dim() > 1
         init = OwnWeights(config, name)
         found[name] = ParamDef(tuple(value.shape), axes, init, config.torch_dtype, decay)
@@ -410,8 +500,21 @@ def flatten(values: tree.Tree) -> dict[str, Any]:
     return {path.replace("/", "."): leaf for path, leaf in tree.items(values)}
 
 
-def _without_numbers(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+@functools.lru_cache(32)
+def _share_names(config: ModuleConfig) -> Mapping[str, str]:
+    """By parameter, the name of those that a mesh splits alike: with * for the layer's number."""
+    opened = open_module(config)
+    given, stems = _given_specs(config), {}
+    for name, value in opened.params.items():
+        path, at = name.split("."), _find_layer(opened, name)
+        if at is not None:
+            path[at] = "*"
+        stems.setdefault(".".join(path), {})[name] = (*value.shape, str(given.get(name)))
+    return {
+        name: stem if len({*rows.values()}) == 1 else name
+        for stem, rows in stems.items()
+        for name in rows
+    }
 
 
 def rules(
@@ -438,8 +541,8 @@ def rules(
     opened = open_module(config)
     specs = _tensor_specs(config, mesh["tp"]) if mesh["tp"] > 1 else {}
     shapes: dict[str, list[tuple[int, ...]]] = {}
-    for name, value in opened.params.items():
-        shapes.setdefault(_without_numbers(name), []).append(tuple(value.shape))
+    for name, stem in _share_names(config).items():
+        shapes.setdefault(stem, []).append(tuple(opened.params[name].shape))
     fully = tuple(axis for axis in fsdp if mesh[axis] > 1)
     count = math.prod(mesh[axis] for axis in fully)
     found: dict[str, str | tuple[str, ...]] = {}
@@ -483,19 +586,14 @@ def _rule_problems(text: str) -> Iterator[Problem]:
 
 
 def _tensor_specs(config: ModuleConfig, ranks: int) -> dict[str, P]:
-    """The specs over tp, by names without numbers.
+    """The specs over tp, by names that parameters share.
 
     Raises:
-        ValueError: a rule is found in no name, or tp does not divide a dim.
+        ValueError: tp does not divide a dim.
     """
-    params = open_module(config).params
-    if not config.rules.strip():
+    params, specs = open_module(config).params, _given_specs(config)
+    if not specs:
         return _find_specs(config, ranks)
-    given = {
-        pattern: P(*(None if entry == "-" else "tp" for entry in entries))
-        for _, pattern, entries in _read_rules(config.rules)
-    }
-    specs = Rules(given).specs(dict(params))
     problems = [
         Problem(name, f"{size} entries in dim {dim} on tp={ranks}", f"a multiple of {ranks}",
                 "leave it out of the rules, or take fewer ranks")
@@ -504,7 +602,22 @@ def _tensor_specs(config: ModuleConfig, ranks: int) -> dict[str, P]:
         if entry and size % ranks
     ]  # fmt: skip
     raise_problems("tp cannot split these parameters", problems)
-    return {_without_numbers(name): spec for name, spec in specs.items()}
+    return {_share_names(config)[name]: spec for name, spec in specs.items()}
+
+
+def _given_specs(config: ModuleConfig) -> dict[str, P]:
+    """The specs over tp of `ModuleConfig.rules`, by name; empty where there are none.
+
+    Raises:
+        ValueError: a rule is found in no name.
+    """
+    if not config.rules.strip():
+        return {}
+    given = {
+        pattern: P(*(None if entry == "-" else "tp" for entry in entries))
+        for _, pattern, entries in _read_rules(config.rules)
+    }
+    return Rules(given).specs(dict(open_module(config).params))
 
 
 _SEARCHED_LAYERS, _SEARCHED_TOKENS = 3, (256, 16)
@@ -540,18 +653,22 @@ def _find_specs(config: ModuleConfig, ranks: int) -> dict[str, P]:
     found = partitioning.search(
         loss, mesh, (P(), P(), P()), *given, axes=("tp",), memory_bytes=int(1.2 * least)
     )
-    return {_without_numbers(name): spec for name, spec in found.specs.items()}
+    return {_share_names(config)[name]: spec for name, spec in found.specs.items()}
+
+
+def _find_layer(opened: OpenedModule, name: str) -> int | None:
+    """Which part of a parameter's name is the number of the layer that it is of, if it is."""
+    path = name.split(".")
+    for end in range(2, len(path) + 1 if opened.layers else 0):
+        if re.search(opened.layers or "", ".".join(path[:end])):
+            return end - 1
+    return None
 
 
 def _layer_number(opened: OpenedModule, name: str) -> int:
     """The number of the layer that a parameter is of; 0 where it is of none."""
-    if opened.layers is None:
-        return 0
-    path = name.split(".")
-    for end in range(2, len(path) + 1):
-        if re.search(opened.layers, ".".join(path[:end])):
-            return int(path[end - 1])
-    return 0
+    at = _find_layer(opened, name)
+    return 0 if at is None else int(name.split(".")[at])
 
 
 # --- the loss
@@ -662,6 +779,9 @@ def _find_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     if model.vocab_size != opened.vocab_size:
         wanted = f"{opened.vocab_size}, the width of the module's logits"
         yield Problem("module.vocab_size", str(model.vocab_size), wanted, "leave it out")
+    if opened.positions and model.max_seq > opened.positions:
+        wanted = f"at most {opened.positions}, the positions that it has parameters for"
+        yield Problem("module.max_seq", str(model.max_seq), wanted, "leave it out")
     if config.optimizer.name == "muon":
         fix = "--optimizer adamw"
         yield Problem("optimizer", "muon", "one that does not ask which matrices project", fix)

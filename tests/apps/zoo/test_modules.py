@@ -10,6 +10,7 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def origin_of(tmp_path_factory):
 def opened(origin: str) -> tuple:
     found = list_presets()[origin]
     assert isinstance(found, ModuleConfig)
-    config = replace(found, dtype="float64")
+    config = replace(found, dtype="float64", dropouts="off")  # phimoe's router draws
     return config, *dense(config)
 
 
@@ -233,6 +234,15 @@ def test_a_run_goes_on_elsewhere_and_is_exported(origin_of, tmp_path, capsys):
     assert own.tolist() == greedy.tolist()
 
 
+def test_weights_that_are_missing_are_refused(origin_of, tmp_path):
+    """transformers reports them, and goes on with random ones."""
+    module: Any = build_module(origin_of("llama"))
+    state = {name: x for name, x in module.state_dict().items() if "1.mlp.up_proj" not in name}
+    module.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ValueError, match=r"no weights of .* for model\.layers\.1\.mlp\.up_proj"):
+        build_module(f"hf-module:{tmp_path}")
+
+
 def test_routers_losses_count_in_training_alone(origin_of):
     origin = origin_of("mixtral", output_router_logits=True, router_aux_loss_coef=0.7)
     config, params, total, grads = opened(origin)
@@ -274,6 +284,31 @@ def make_nothing():
     pass
 
 
+class Stack(Words):
+    """Parameters of different shapes, whose names differ in numbers alone, and positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.place = nn.Embedding(16, 8)
+        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
+
+    def forward(self, tokens):
+        h = self.embed(tokens).cumsum(1) + self.place(torch.arange(tokens.shape[1]))
+        return self.out(h + self.mlp(h))
+
+
+class Noisy(Words):
+    def forward(self, tokens):
+        return super().forward(tokens) + 0.1 * self.training
+
+
+class Shared(Words):
+    """Sees a later token of both samples, or of another sample alone."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.embed(tokens).mean()
+
+
 HERE = "module:tests.apps.zoo.test_modules"
 
 
@@ -286,11 +321,34 @@ def test_a_module_of_one_s_own():
     assert losses(config) == pytest.approx(losses(run_config(origin)), rel=1e-9)
 
 
+def test_parts_of_a_sequence_are_split_by_rules_of_their_own():
+    origin = f"{HERE}.Stack"
+    rules = "mlp.0 = tp; mlp.1 = tp; mlp.3.weight = -,tp; place = tp"
+    config = run_config(origin, mesh="fsdp=2,tp=2", module__rules=rules)
+    specs = flatten(prepare(config, Mesh(fsdp=2, tp=2)).setup.specs)
+    assert str(specs["mlp.0.weight"]) == "P('tp', 'fsdp')"
+    assert str(specs["mlp.3.weight"]) == "P('fsdp', 'tp')"
+    assert losses(config) == pytest.approx(losses(run_config(origin)), rel=1e-9)
+    # a lookup of split rows has zeros where one of whole rows fails
+    for settings, said in (
+        ({"seq": 17}, "at most module.max_seq=16"),
+        ({"module__max_seq": 32}, "at most 16, the positions that it has parameters for"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            validate(run_config(origin, **settings))
+
+
 def test_what_is_refused(origin_of, tmp_path):
     encoder = write_folder("bert", tmp_path / "bert")
     for origin, said in (
         (f"{HERE}.Backwards", "logits that see tokens after theirs"),
         (encoder, "logits that see tokens after theirs"),
+        (f"{HERE}.Shared", "logits that see tokens after theirs"),
+        (f"{HERE}.Noisy", "dropout in forward, which makes other logits in training"),
+        (
+            origin_of("falcon", hidden_dropout=0.3),
+            "other logits in training; .*--module.dropouts off",
+        ),
         (f"{HERE}.Dropping", r"running statistics in norm"),
         (f"{HERE}.make_nothing", "which returns NoneType; wanted a torch.nn.Module"),
         (f"hf-module:{tmp_path}", "wanted a folder with config.json|config.json"),
