@@ -215,6 +215,10 @@ def _expert_problems(
         each = " x ".join(f"{axis}={mesh[axis]}" for axis in split)
         fix = f"divide them among {math.gcd(count, ranks)} ranks, or unevenly: uneven expert"
         found.append(Problem("moe.num_experts", str(count), f"a multiple of {each}", fix))
+    if config.moe.dispatch == "two-hop" and len(expert_axes) == 1 and ranks > 1:
+        got, wanted = f"'two-hop' over {expert_axes}", "several axes, the first of them the nodes"
+        fix = "use expert_axes=ep_node,ep (or ep,tp) with ranks on both, or dispatch='alltoall'"
+        found.append(Problem("moe.dispatch", got, wanted, fix))
     for axis in ("ep_node", "ep"):
         if axis not in expert_axes and mesh[axis] > 1:
             wanted, fix = f"{axis} among the axes of experts, or {axis}=1", "use dp for those ranks"

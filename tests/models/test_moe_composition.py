@@ -217,3 +217,11 @@ def test_two_hops(model, mesh, parallel, experts, how):
     run = sharded(config, mesh, parallel, experts, remat="full" if how == "remat" else "none")
     run = ft.jit(run, backend="eager") if how == "compiled" else run
     assert_equal(*run(weights, data, key), value, grads)
+
+
+def test_two_hops_need_nodes():
+    for mesh in (Mesh(ep=2), Mesh(ep_node=2)):
+        (axis,) = mesh.axis_names
+        with pytest.raises(ValueError, match=f"moe.dispatch: got 'two-hop' over \\('{axis}',\\)"):
+            gpt.rules(TWO_HOP["top-2"], mesh, expert_axes=(axis,))
+    gpt.rules(TWO_HOP["top-2"], Mesh(ep=1), expert_axes=("ep",))
