@@ -513,6 +513,7 @@ class StartedMesh(NamedAxes):
         self._processes.check_owner()  # a fork has the lock as it was, which nobody may release
         with self._processes.lock:
             self._refuse_closed()
+            self._show_warnings()  # filters may raise them: nothing has been sent yet
             if compat.transforms_active():
                 raise ValueError(f"{function.__name__}: got a function on a started mesh under a "
                                  "transform of torch.func; fix: transform the function that is "
@@ -538,7 +539,8 @@ class StartedMesh(NamedAxes):
                 try:
                     return self._call_alone(function, key, plan, leaves, known, args)
                 finally:
-                    self._show_warnings()
+                    if self._late is None:
+                        self._show_warnings()
 
     def _call_alone(
         self, function: RemoteFunction, key: bytes, plan: Plan, leaves: list,

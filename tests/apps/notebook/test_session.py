@@ -1201,6 +1201,25 @@ def test_a_state_is_kept_where_metrics_are_others_than_before(ranks):
         assert f(state)[0].tolist() == [5.0, 5.0]
 
 
+def test_warnings_that_are_errors_lose_no_state(ranks):
+    """They come before the next call is sent, or at a look: here all warnings are errors."""
+
+    def add(x):
+        if float(x.max()) == 3:
+            warnings.warn("three", stacklevel=1)
+        return x.add_(1)
+
+    for look in (True, False):
+        state = ft.shard(torch.zeros(2), P("dp"), ranks)
+        f = ft.shard_map(add, ranks, P("dp"), P("dp"), check=False, donate=0)
+        for _ in range(4 if look else 5):
+            state = f(state)
+        with pytest.raises(UserWarning, match="three"):
+            ranks.block_until_ready() if look else f(state)
+        assert state.tolist() == [4.0 if look else 5.0] * 2
+        assert f(state).tolist() == [5.0 if look else 6.0] * 2
+
+
 def test_a_change_between_two_calls_is_of_the_second(ranks):
     table = {"by": 2.0}
     f = ft.shard_map(lambda x: (time.sleep(0.02), table["by"] * x)[1], ranks, P("dp"), P("dp"))
