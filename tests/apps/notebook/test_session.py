@@ -1098,11 +1098,11 @@ def test_what_ranks_call_and_check_comes_to_the_cell(ranks, capsys):
         ]
     ft.debug.check_key_reuse(f)(x, key)
     with pytest.raises(ValueError, match=r"got tensor\(\[7\.\]") as caught:
-        f(torch.tensor([1.0, 7.0], dtype=torch.float64), key)
+        f(torch.tensor([1.0, 7.0], dtype=torch.float64), key).item()  # a call may be ahead
     assert "[dp=1]" in str(caught.value)
     handle = ft.shard(torch.tensor([1.0, -4.0], dtype=torch.float64), P("dp"), ranks)
     with pytest.raises(ValueError, match=r"sqrt \(forward\) makes the first .*, on rank dp=1"):
-        ft.debug.nans(f)(handle, key)
+        ft.debug.nans(f)(handle, key).item()
     assert handle.gather().tolist() == [1.0, -4.0]  # not consumed
 
 
