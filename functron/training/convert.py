@@ -187,40 +187,35 @@ def _make_run(
         others = [each.title for each in trained_families().values() if each.name != "gpt"]
         wanted = f"{', '.join(['a decoder', *others])}: functron train has no others"
         refuse("cannot convert", f"hf:{path}", family_of(model).title, wanted, fix)
-    params = load(path, model)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    run, needed, free = fine_tuning(model, free_memory_bytes(device))
-    run = configure(run, model=read_table(path)["model_type"], source=f"hf:{path}")
-    kept: list[str] = []
-
-    def keep(folder: Path) -> None:
-        folder.mkdir()
-        shutil.copyfile(path / CONFIG, folder / CONFIG)
-        kept.extend([CONFIG, *copy_companions(path, folder)])
-
-    begin(out, run, params, keep)
-    return Conversion(model, out, tuple(kept), _describe_run(run, out, needed, free))
+    return _fine_tune(model, load(path, model), path, read_table(path)["model_type"], out)
 
 
 def _make_adapted_run(path: Path, out: Path, how: Mapping[str, Any]) -> Conversion:
     """A run that goes on training an adapter of PEFT beside its base."""
     model, params, settings = load_with_adapter(path, **how)
     base = find_base(path)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    run, needed, free = fine_tuning(model, free_memory_bytes(device))
-    lora_settings = {
+    adapters = {
         "lora_rank": settings.rank,
         "lora_alpha": settings.alpha,
         "lora_targets": ",".join(settings.targets),
     }
     kind = read_json(base / CONFIG)["model_type"]
-    run = configure(run, model=kind, source=f"hf:{base}", **lora_settings)
+    return _fine_tune(model, params, base, kind, out, **adapters)
+
+
+def _fine_tune(
+    model: Config, params: tree.Tree, source: Path, kind: str, out: Path, **settings: Any
+) -> Conversion:
+    """A run that begins with a model of a folder, and keeps the files that describe it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    run, needed, free = fine_tuning(model, free_memory_bytes(device))
+    run = configure(run, model=kind, source=f"hf:{source}", **settings)
     kept: list[str] = []
 
     def keep(folder: Path) -> None:
         folder.mkdir()
-        shutil.copyfile(base / CONFIG, folder / CONFIG)
-        kept.extend([CONFIG, *copy_companions(base, folder)])
+        shutil.copyfile(source / CONFIG, folder / CONFIG)
+        kept.extend([CONFIG, *copy_companions(source, folder)])
 
     begin(out, run, params, keep)
     return Conversion(model, out, tuple(kept), _describe_run(run, out, needed, free))
