@@ -543,13 +543,16 @@ GPT_OSS = HubFormat(
 )  # fmt: skip
 
 _TOP_K = (("num_experts_per_tok",), "top_k", 8)
+_SCALED_GROUPS: tuple[MixtureSetting, ...] = (
+    (("routed_scaling_factor",), "scale", 1.0),
+    (("n_group",), "num_groups", 1),
+    (("topk_group",), "top_groups", 1),
+)
 _BALANCED_EXPERTS: tuple[MixtureSetting, ...] = (  # as DeepSeek-V3's
     (("n_routed_experts",), "num_experts", 128),
     _TOP_K,
     (("moe_intermediate_size",), "expert_dim", 1408),
-    (("routed_scaling_factor",), "scale", 1.0),
-    (("n_group",), "num_groups", 1),
-    (("topk_group",), "top_groups", 1),
+    *_SCALED_GROUPS,
 )
 QWEN2_MOE = HubFormat(
     "qwen2_moe",
@@ -713,9 +716,7 @@ DEEPSEEK_V2 = HubFormat(
                 (("n_routed_experts",), "num_experts", 64),
                 _TOP_K,
                 (("moe_intermediate_size",), "expert_dim", 1407),
-                (("routed_scaling_factor",), "scale", 1.0),
-                (("n_group",), "num_groups", 1),
-                (("topk_group",), "top_groups", 1),
+                *_SCALED_GROUPS,
                 shared=("n_shared_experts", 2),
                 group_score="max",
             )

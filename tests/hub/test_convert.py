@@ -317,14 +317,7 @@ def test_what_cannot_be_converted(model, tmp_path, monkeypatch, source, target, 
 
 
 def test_published_entries_and_factors_of_long_ropes_there_and_back(tmp_path, capsys):
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0, 1.5, 2.0, 2.5],
-        "long_factor": [1.5, 3.0, 6.0, 12.0],
-        "original_max_position_embeddings": 8,
-    }
-    model = tiny.make("phi3", rope_parameters=rope, original_max_position_embeddings=8)
+    model = tiny.make("phi3", **tiny.LONG_ROPE)
     path = tiny.store(model, tmp_path / "model")
     table = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**table, "unsloth_fixed": True, "made_by": 3}))

@@ -278,14 +278,7 @@ def test_entries_mean_what_transformers_makes_of_them(name, tmp_path):
 @pytest.mark.parametrize("max_seq", [8, tiny.MAX_SEQ])
 def test_longrope_of_short_and_of_long_sequences(max_seq, tmp_path):
     """transformers takes the short factors for up to 8 tokens, and else the long ones."""
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0, 1.5, 2.0, 2.5],
-        "long_factor": [1.5, 3.0, 6.0, 12.0],
-        "original_max_position_embeddings": 8,
-    }
-    model = tiny.make("phi3", rope_parameters=rope, original_max_position_embeddings=8)
+    model = tiny.make("phi3", **tiny.LONG_ROPE)
     path = tiny.store(model, tmp_path / "model")
     with pytest.raises(ValueError, match=r"pass max_seq=8 \(--max-seq 8\) for the first, or 24"):
         hub.read_config(path)

@@ -54,6 +54,16 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 1.3,
 }
+LONG_ROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "long_factor": [1.5, 3.0, 6.0, 12.0],
+        "original_max_position_embeddings": 8,
+    },
+    "original_max_position_embeddings": 8,
+}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -116,7 +116,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model, folder) -> dict:
-    """What the harness's own backend gives for the exported model."""
+    """The numbers of the harness's own backend for the exported model."""
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

@@ -1155,7 +1155,7 @@ def test_long_calls_are_waited_for(ranks):
 
 
 def test_results_of_other_kinds_than_before(ranks):
-    """What was sent after them is done again; other trees are refused, once."""
+    """Calls sent after them are done again; other trees are refused, once."""
     some = ft.shard_map(lambda x: x[x > 0], ranks, P("dp"), P("dp"), check=False)
     add = ft.shard_map(lambda x, y: x.sum() + y, ranks, (P("dp"), P("dp")), P("dp"), donate=1)
     whole, half = torch.ones(4), torch.tensor([1.0, -1.0, 1.0, -1.0])

@@ -54,7 +54,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
 }
-"""What a model type needs besides."""
+"""Settings that a model type needs besides."""
 
 
 def write_folder(kind: str, folder: Path, **changes: Any) -> str:
