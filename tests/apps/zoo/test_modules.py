@@ -170,6 +170,7 @@ def test_it_begins_as_the_module_does(origin_of, tmp_path):
     assert not torch.equal(made[0][name], made[2][name])
     assert made[0][name].std().item() == pytest.approx(0.3, rel=0.1)  # its initializer_range
     own = build_module(config.origin, seed=5)
+    # a method of transformers, which `torch.nn.Module` does not declare
     own.save_pretrained(tmp_path / "weights")  # type: ignore[operator]
     config = replace(config, origin=f"{modules.HUB}:{tmp_path / 'weights'}")
     found = flatten(init_params(random.key(0), modules.defs(config)))
@@ -194,6 +195,7 @@ def test_a_run_goes_on_elsewhere_and_is_exported(origin_of, tmp_path, capsys):
     formats = {"hf-module": make_format()}
     source = tmp_path / "source"
     module = build_module(origin_of("gpt2", vocab_size=256))  # its output is tied
+    # a method of transformers
     module.save_pretrained(source)  # type: ignore[operator]
     origin, run = f"hf-module:{source}", tmp_path / "run"
     convert(origin, f"run:{tmp_path / 'begun'}", formats=formats)
@@ -228,6 +230,7 @@ def test_a_run_goes_on_elsewhere_and_is_exported(origin_of, tmp_path, capsys):
         main(["sample", str(run), "--prompt", "def ", "--tokens", "4", "--temperature", "0"]) == 0
     )
     ids = torch.tensor([list(b"def ")])
+    # a method of transformers
     greedy = again.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False)  # type: ignore[operator]
     assert capsys.readouterr().out.encode("utf-8", "replace").startswith(b"def ")
     own = ft.generate(params, config, ids, 4, temperature=0)
