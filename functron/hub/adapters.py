@@ -2,15 +2,20 @@
 
 A matrix ``NAME.weight`` has ``NAME.lora_A.weight`` ``[rank, in]`` and ``NAME.lora_B.weight``
 ``[out, rank]``, in our names ``Adapter.a`` and ``Adapter.b``, transposed; what their product is
-multiplied by follows from adapter_config.json.
+multiplied by follows from adapter_config.json. With DoRA there is ``NAME.lora_magnitude_vector``
+``[out]``, the lengths of columns, of which ``Adapter.magnitude`` is the difference to the base's.
+
+Matrices of smaller ranks (``rank_pattern``) are filled up with zeros, which stay zeros in training,
+as both factors' are, and are left out again.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +39,14 @@ from functron.hub.writer import write_json
 from functron.models import lora
 from functron.models.family import Config, family_of
 from functron.models.lora import LoRA
+from functron.nn import Adapter
 from functron.spmd.params import ParamDef
 
 WEIGHTS = "adapter_model.safetensors"
 _BEFORE = "base_model.model."
 _TITLE = "cannot use an adapter"
 _ABSENT = {
-    "bias": "none", "use_dora": False, "rank_pattern": {}, "alpha_pattern": {},
-    "layers_to_transform": None, "modules_to_save": None, "layer_replication": None,
+    "bias": "none", "layers_to_transform": None, "modules_to_save": None, "layer_replication": None,
     "target_parameters": None, "lora_bias": False, "use_qalora": False, "alora_invocation_tokens":
     None, "trainable_token_indices": None, "megatron_config": None, "exclude_modules": None,
     "arrow_config": None, "corda_config": None, "eva_config": None,
@@ -87,12 +92,16 @@ def load_with_adapter(path: str | Path, **how: Any) -> tuple[Config, dict, LoRA]
     config, form = parse(table, where=where, **how), format_of(table, where)
     source = files.decode(files.open_folder(base), table, where)
     params = read_params(form, config, source, local_on_mesh(config, None, None))
-    settings, adapters = load_adapter(folder, config, model_type=form.model_type)
+    settings, adapters = load_adapter(folder, config, model_type=form.model_type, base=params)
     return config, lora.attach(params, adapters), settings
 
 
 def load_adapter(
-    path: str | Path, config: Config, *, model_type: str | None = None
+    path: str | Path,
+    config: Config,
+    *,
+    model_type: str | None = None,
+    base: tree.Tree = None,
 ) -> tuple[LoRA, dict]:
     """The low-rank additions in a folder, and their settings; `lora.attach` puts them to use.
 
@@ -103,47 +112,64 @@ def load_adapter(
         path: a folder with adapter_config.json and adapter_model.safetensors.
         config: of the model that it is of.
         model_type: the format of its names; None: the first that has such models.
+        base: the model's parameters, which DoRA needs.
 
     Returns:
-        The settings, whose targets are the layers that have additions, and their tree.
+        The settings, whose targets are the layers that have additions and whose rank is their
+        largest, and their tree.
 
     Raises:
         ValueError: files are missing or broken; or it is not LoRA of matrices that adapters are
             for here (`functron.models.lora.lora_defs`), each in all layers; all are listed.
     """
     folder = local_path(path)
-    settings = _read_settings(folder)
-    rank, alpha = _read_scale(settings, folder)
+    scales = _read_scales(_read_settings(folder), folder)
     problems: list[Problem] = []
     stored = files.open_file(folder / WEIGHTS, problems)
     raise_problems(_TITLE, problems)
     shapes = {name.removeprefix(_BEFORE): one.shape for name, one in stored.items()}
     whole = family_of(config).defs(config)
     form = format_of({"model_type": model_type}) if model_type else format_for(config)
-    most = lora.lora_defs(whole, LoRA(rank, alpha, tuple(_list_layers(whole))))
-    found = max(
-        (_find_layouts(form, config, rules, most) for rules in form.namings(config)),
-        key=lambda each: sum(layout.name(index) in shapes for layout, index in tensors(each)),
-    )
-    used = [layout for layout in found if any(name in shapes for name in _names(layout))]
-    raise_problems(_TITLE, list(_find_problems(used, shapes)))
-    targets = tuple(dict.fromkeys(p.path[: -len("/lora/a")] for each in used for p in each.parts))
-    made = LoRA(rank, alpha, targets)
+    every = LoRA(1, scales.alpha, tuple(_list_layers(whole)), scales.dora)
+
+    def find(rules: Sequence[NameRule], rank: int) -> list[HubLayout]:
+        """The layouts of adapters of this rank that have tensors."""
+        most = lora.lora_defs(whole, replace(every, rank=rank))
+        found = _find_layouts(form, config, rules, most)
+        return [
+            layout
+            for layout in found
+            if any(_module_of(name) in modules for name in _names(layout))
+        ]
+
+    modules = {_module_of(name) for name in shapes}
+    rules = max(form.namings(config), key=lambda each: len(find(each, 1)))
+    names = [name for layout in find(rules, 1) for name in _names(layout)]
+    rank = max((scales.find_rank(name) for name in names), default=scales.rank)
+    used = find(rules, rank)
+    problems = list(_find_problems(used, shapes, scales))
+    if scales.dora and base is None:
+        got, fix = "None, for an adapter of DoRA", "pass base="
+        problems.append(Problem("base", got, "the parameters that it is of", fix))
+    raise_problems(_TITLE, problems)
+    targets = dict.fromkeys(_layer_of(p.path) for each in used for p in each.parts)
+    made = replace(every, rank=rank, targets=tuple(targets))
     defs = lora.split(lora.lora_defs(whole, made))[1]
     leaves = {
-        path: torch.full(d.shape, alpha / rank, dtype=d.dtype)
-        if path.endswith("/scale")
-        else torch.zeros(d.shape, dtype=d.dtype)
+        path: torch.zeros(d.shape, dtype=d.dtype)
         for path, d in zip(tree.paths(defs), tree.leaves(defs), strict=True)
     }
     for layout, index in tensors(used):
-        every = [slice(0, size) for size in layout.shape]
-        tensor = stored[_BEFORE + layout.name(index)].read(every)
+        name = layout.name(index)
+        tensor = stored[_BEFORE + name].read([slice(0, size) for size in shapes[name]])
+        tensor = _fill_ranks(tensor, layout.shape)
         for part in layout.parts:
             box = tuple((0, size) for size in part.real)
-            piece = tensor[layout.source(part, box)]
-            leaves[part.path][index] = layout.to_ours(part, box, piece).to(leaves[part.path].dtype)
-    return made, tree.unflatten(tree.flatten(defs)[1], [leaves[path] for path in tree.paths(defs)])
+            piece = layout.to_ours(part, box, tensor[layout.source(part, box)])
+            leaves[part.path][index] = piece.to(leaves[part.path].dtype)
+            leaves[f"{_layer_of(part.path)}/lora/scale"][index] = scales.find_scale(name)
+    adapters = tree.unflatten(tree.flatten(defs)[1], [leaves[path] for path in tree.paths(defs)])
+    return made, _move_lengths(adapters, base, -1) if scales.dora else adapters
 
 
 def save_adapter(
@@ -158,58 +184,136 @@ def save_adapter(
 
     Args:
         path: a folder that does not exist.
-        params: global values with adapters; or these alone.
+        params: global values with adapters; or these alone, unless they are of DoRA.
         model_type: the format of the base; None: the first that has such models.
         base: its path or name, for ``base_model_name_or_path``.
 
     Raises:
-        ValueError: `path` exists; there are no adapters, or their ranks or scales differ; or they
-            are of experts, or of matrices that transformers fuses, which would need one `a`; all
+        ValueError: `path` exists; there are no adapters; or they are of experts, or of matrices
+            that transformers fuses, which would need one `a`, or of DoRA without the matrices; all
             are listed.
     """
     folder = local_path(path)
     family = family_of(config)
     form = format_of({"model_type": model_type}) if model_type else format_for(config)
-    adapters = lora.split(params)[1]
+    adapters = _widen(lora.split(_move_lengths(params, params, 1))[1])
     leaves = dict(zip(tree.paths(adapters), tree.leaves(adapters), strict=True))
-    ends = ("/lora/a", "/lora/b", "/lora/scale")
-    a, b, scales = ({p: x for p, x in leaves.items() if p.endswith(end)} for end in ends)
-    ranks = {x.shape[-1] for x in a.values()}
-    factors = {float(one) for x in scales.values() for one in x.flatten()}
-    title = "cannot export an adapter"
-    if len(ranks) != 1 or len(factors) != 1:
-        got = f"ranks {sorted(ranks)} and scales {sorted(factors)}"
-        refuse(title, "params", got, "one rank and one scale", "export the merged model")
-    rank, scale = ranks.pop(), factors.pop()
-    targets, whole = tuple(p[: -len("/lora/a")] for p in a), family.defs(config)
+    targets = tuple(_layer_of(path) for path in leaves if path.endswith("/lora/a"))
+    title, whole = "cannot export an adapter", family.defs(config)
+    if not targets:
+        fix = "export the model: leave --adapter out"
+        refuse(title, "params", "no adapters", "parameters with adapters", fix)
+    rank = leaves[f"{targets[0]}/lora/a"].shape[-1]
+    dora = f"{targets[0]}/lora/magnitude" in leaves
     fix, wanted = "export the merged model: leave --adapter out", "adapters of other layers"
     experts = [x for x in targets if x not in _list_layers(whole)]
     raise_problems(title, [Problem(x, "adapters of experts", wanted, fix) for x in experts])
-    defs = lora.lora_defs(whole, LoRA(rank, scale * rank, targets))
-    found = _find_layouts(form, config, form.namings(config)[0], defs)
-    held: dict[str, list[str]] = {}
-    for layout in found:
-        for part in layout.parts:
-            held.setdefault(layout.rule.name, []).append(part.path)
-    raise_problems(
-        title,
-        [
-            Problem(name, f"one of {', '.join(paths)}", "matrices that transformers has apart", fix)
-            for name, paths in held.items()
-            if len(paths) > 1
-        ],
+    found = _find_layouts(
+        form,
+        config,
+        form.namings(config)[0],
+        lora.lora_defs(whole, LoRA(rank, 1.0, targets, dora)),
     )
-    named = {
-        _BEFORE + layout.name(index): layout.to_theirs([(a | b)[layout.parts[0].path][index]])
-        for layout, index in tensors(found)
-    }
+    raise_problems(title, list(_find_joined(found, fix)))
+    named, ranks, alphas = {}, {}, {}
+    for layout, index in tensors(found):
+        path = layout.parts[0].path
+        name, layer = layout.name(index), _layer_of(path)
+        a, b, scale = (leaves[f"{layer}/lora/{x}"][index] for x in ("a", "b", "scale"))
+        own = _count_used(a, b)
+        module = _module_of(name)
+        ranks[module], alphas[module] = own, float(scale) * own
+        tensor = layout.to_theirs([leaves[path][index]])
+        cut = {"a": (slice(own),), "b": (slice(None), slice(own)), "magnitude": ()}
+        named[_BEFORE + name] = tensor[cut[path.rpartition("/")[2]]].contiguous()
     if folder.exists():
         refuse(title, str(folder), "an existing path", "a new one", "choose another")
     folder.mkdir(parents=True)
     planned = files.Planned(WEIGHTS, tuple((k, x.dtype, tuple(x.shape)) for k, x in named.items()))
     with torch.no_grad():
         files.write_files(folder, [planned], iter(named.items()))
-    write_json(folder / ADAPTER, _write_settings(form, config, found, rank, scale, base))
+    write_json(folder / ADAPTER, _write_settings(form, config, ranks, alphas, base, dora))
+
+
+def _layer_of(path: str) -> str:
+    """The layer of a leaf of an adapter."""
+    return path.rpartition("/lora/")[0]
+
+
+_SIDES = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+
+
+def _module_of(name: str) -> str:
+    """The module of a tensor of an adapter."""
+    return name.rpartition(".lora_")[0]
+
+
+def _fill_ranks(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor with zeros up to the largest rank."""
+    after = [wanted - size for size, wanted in zip(tensor.shape, shape, strict=True)]
+    return torch.nn.functional.pad(tensor, [x for size in reversed(after) for x in (0, size)])
+
+
+def _widen(adapters: tree.Tree) -> tree.Tree:
+    """Adapters of the largest rank among these, by zeros."""
+    flat = zip(tree.paths(adapters), tree.leaves(adapters), strict=True)
+    rank = max((x.shape[-1] for path, x in flat if path.endswith("/lora/a")), default=1)
+
+    def widen(node: Any) -> Any:
+        if not _is_adapter(node):
+            return node
+        at = node.scale.dim()
+        shape = (*node.b.shape[:at], rank, *node.b.shape[at + 1 :])
+        a = _fill_ranks(node.a, (*node.a.shape[:-1], rank))
+        return node._replace(a=a, b=_fill_ranks(node.b, shape))
+
+    return tree.map(widen, adapters, is_leaf=_is_adapter)
+
+
+def _is_adapter(node: Any) -> bool:
+    return isinstance(node, Adapter)
+
+
+def _count_used(a: torch.Tensor, b: torch.Tensor) -> int:
+    """How many columns of a and rows of b there are before those that are zeros to the end."""
+    zeros = (a == 0).flatten(0, -2).all(0) & (b == 0).flatten(1).all(1)
+    used = (~zeros).nonzero()
+    return int(used[-1]) + 1 if len(used) else len(zeros)
+
+
+def _move_lengths(params: tree.Tree, base: tree.Tree, sign: int) -> tree.Tree:
+    """`params` whose magnitudes have `sign` times the lengths of the base's columns added.
+
+    Raises:
+        ValueError: the base lacks a matrix.
+    """
+    if not isinstance(params, Mapping):
+        return params
+    inside = base if isinstance(base, Mapping) else {}
+    made = {k: _move_lengths(x, inside.get(k), sign) for k, x in params.items()}
+    adapter = params.get(lora.LORA)
+    if adapter is None or adapter.magnitude is None:
+        return made
+    if inside.get("w") is None:
+        wanted = "the parameters with their adapters: magnitudes are told by both"
+        refuse(
+            "cannot use DoRA", "params", "adapters alone", wanted, "lora.attach(params, adapters)"
+        )
+    lengths = lora.find_column_lengths(inside["w"], adapter)
+    moved = adapter.magnitude.to(lengths.dtype) + sign * lengths
+    return {**made, lora.LORA: adapter._replace(magnitude=moved.to(adapter.magnitude.dtype))}
+
+
+def _find_joined(found: Sequence[HubLayout], fix: str) -> Iterator[Problem]:
+    """Tensors that would be of several of our matrices."""
+    held: dict[str, list[str]] = {}
+    for layout in found:
+        for part in layout.parts:
+            held.setdefault(layout.rule.name, []).append(part.path)
+    wanted = "matrices that transformers has apart"
+    for name, paths in held.items():
+        if len(paths) > 1:
+            yield Problem(name, f"one of {', '.join(paths)}", wanted, fix)
 
 
 def _list_layers(defs: tree.Tree) -> list[str]:
@@ -221,13 +325,11 @@ def _list_layers(defs: tree.Tree) -> list[str]:
 def _write_settings(
     form: HubFormat,
     config: Config,
-    found: Sequence[HubLayout],
-    rank: int,
-    scale: float,
+    ranks: Mapping[str, int],
+    alphas: Mapping[str, float],
     base: str,
+    dora: bool,
 ) -> dict[str, Any]:
-    modules = {name.removesuffix(".lora_A.weight") for each in found for name in _names(each)}
-    modules = {name for name in modules if not name.endswith(".lora_B.weight")}
     every = {
         name.removesuffix(".weight")
         for layout in layouts_of(form, config)
@@ -235,22 +337,40 @@ def _write_settings(
         if name.endswith(".weight")
     }
     # by their last names, where no other module has one of these
-    last = {name.rpartition(".")[2] for name in modules}
+    last = {name.rpartition(".")[2] for name in ranks}
     alike = {name for name in every if name.rpartition(".")[2] in last}
+    rank, alpha = max(ranks.values()), Counter(alphas.values()).most_common(1)[0][0]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or None,
         "r": rank,
-        "lora_alpha": scale * rank,
-        "target_modules": sorted(last if alike == modules else modules),
+        "lora_alpha": alpha,
+        "rank_pattern": _make_pattern(ranks, rank),
+        "alpha_pattern": _make_pattern(alphas, alpha),
+        "target_modules": sorted(last if alike == ranks.keys() else ranks),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": form.model_type == "gpt2",
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": dora,
         "inference_mode": True,
     }
+
+
+def _make_pattern(values: Mapping[str, Any], usual: Any) -> dict[str, Any]:
+    """The values that differ from the usual one, by last names where all of one are alike."""
+    by_last: dict[str, set] = {}
+    for name, value in values.items():
+        by_last.setdefault(name.rpartition(".")[2], set()).add(value)
+    found = {}
+    for name, value in values.items():
+        last = name.rpartition(".")[2]
+        if len(by_last[last]) == 1 and value != usual:
+            found[last] = value
+        elif value != usual:
+            found[re.escape(name)] = value
+    return found
 
 
 def _read_settings(folder: Path) -> Mapping[str, Any]:
@@ -261,8 +381,43 @@ def _read_settings(folder: Path) -> Mapping[str, Any]:
     return table
 
 
-def _read_scale(settings: Mapping[str, Any], folder: Path) -> tuple[int, float]:
-    """The rank, and the alpha of LoRA."""
+@dataclass(frozen=True)
+class _Scales:
+    """The ranks and scales of an adapter's matrices.
+
+    Attributes:
+        rank: of matrices that `ranks` does not name.
+        alpha: of those that `alphas` does not name.
+        ranks, alphas: by patterns of modules' names.
+        stabilised: rsLoRA: products are multiplied by alpha / sqrt(rank), not by alpha / rank.
+        dora: magnitudes are learned apart.
+    """
+
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    stabilised: bool
+    dora: bool
+
+    def find_rank(self, name: str) -> int:
+        """That of a tensor's module."""
+        return _find_by_pattern(self.ranks, _module_of(name), self.rank)
+
+    def find_scale(self, name: str) -> float:
+        """The factor of the product of a module's two matrices."""
+        rank = self.find_rank(name)
+        alpha = _find_by_pattern(self.alphas, _module_of(name), self.alpha)
+        return alpha / (rank**0.5 if self.stabilised else rank)
+
+
+def _find_by_pattern(patterns: Mapping[str, Any], module: str, usual: Any) -> Any:
+    """The value of the first pattern that a name, or its end after a dot, matches, as of PEFT."""
+    matches = (x for key, x in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(matches, usual)
+
+
+def _read_scales(settings: Mapping[str, Any], folder: Path) -> _Scales:
     kind, rank, alpha = (settings.get(name) for name in ("peft_type", "r", "lora_alpha"))
     fix = "merge it with peft: merge_and_unload()"
     problems = [
@@ -272,14 +427,38 @@ def _read_scale(settings: Mapping[str, Any], folder: Path) -> tuple[int, float]:
     ]
     if kind != "LORA":
         problems.append(Problem("peft_type", repr(kind), "'LORA'", fix))
-    if not isinstance(rank, int) or rank < 1:
+    if not _is_rank(rank):
         problems.append(Problem("r", repr(rank), "a rank of at least 1"))
-    if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+    if not _is_alpha(alpha):
         problems.append(Problem("lora_alpha", repr(alpha), "a positive number"))
+    patterns = []
+    for name, fits in (("rank_pattern", _is_rank), ("alpha_pattern", _is_alpha)):
+        value = settings.get(name) or {}
+        patterns.append(value)
+        if not isinstance(value, Mapping) or not all(
+            _is_pattern(key) and fits(x) for key, x in value.items()
+        ):
+            problems.append(Problem(name, repr(value), "patterns of names, each with a number"))
     raise_problems(f"{_TITLE}: {folder / ADAPTER}", problems)
-    assert isinstance(rank, int)
-    assert isinstance(alpha, int | float)
-    return rank, float(alpha) * (rank**0.5 if settings.get("use_rslora") else 1.0)
+    ranks, alphas = patterns
+    flags = (bool(settings.get(name)) for name in ("use_rslora", "use_dora"))
+    return _Scales(rank, float(alpha), ranks, alphas, *flags)  # type: ignore[arg-type]  # checked
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_alpha(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def _names(layout: HubLayout) -> list[str]:
@@ -287,10 +466,14 @@ def _names(layout: HubLayout) -> list[str]:
 
 
 def _find_problems(
-    used: Sequence[HubLayout], shapes: Mapping[str, tuple[int, ...]]
+    used: Sequence[HubLayout], shapes: Mapping[str, tuple[int, ...]], scales: _Scales
 ) -> Iterator[Problem]:
     """Tensors that are missing, of another shape, or of no matrix that has an adapter here."""
-    wanted = {name: layout.shape for layout in used for name in _names(layout)}
+    wanted = {
+        name: _with_rank(name, layout.shape, scales.find_rank(name))
+        for layout in used
+        for name in _names(layout)
+    }
     for name in sorted(wanted.keys() - shapes.keys()):
         yield Problem(name, "no such tensor", "one in every layer", "merge it with peft")
     for name in sorted(wanted.keys() & shapes.keys()):
@@ -304,10 +487,17 @@ def _find_problems(
         yield Problem(WEIGHTS, "no tensors", "an adapter")
 
 
+def _with_rank(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The shape of a tensor of an adapter of this rank."""
+    if name.endswith(_SIDES[0]):
+        return (rank, *shape[1:])
+    return (*shape[:-1], rank) if name.endswith(_SIDES[1]) else shape
+
+
 def _find_layouts(
     form: HubFormat, config: Config, rules: Sequence[NameRule], defs: tree.Tree
 ) -> list[HubLayout]:
-    """The layouts of the two tensors of every adapter in `defs`."""
+    """The layouts of the tensors of every adapter in `defs`."""
     family = family_of(config)
     adapters = lora.split(defs)[1]
     flat = dict(zip(tree.paths(defs), tree.leaves(defs), strict=True))
@@ -322,7 +512,7 @@ def _find_layouts(
 
 def _make_rules(rule: NameRule, flat: Mapping[str, ParamDef]) -> Iterator[NameRule]:
     """The rules of the adapters of a matrix, or of several that a tensor fuses."""
-    name, dims, paths = rule.name.removesuffix(".weight"), [], []
+    name, rows = rule.name.removesuffix(".weight"), []
     for turn, path in enumerate(rule.paths):
         layer = path.removesuffix("/w")
         if f"{layer}/lora/a" not in flat or layer == path:
@@ -333,11 +523,11 @@ def _make_rules(rule: NameRule, flat: Mapping[str, ParamDef]) -> Iterator[NameRu
             for part in (ours[:count], ours[count:])
         )
         inner, outer = " ".join(ours[:count]), " ".join(ours[count:])
-        yield NameRule(
-            f"{name}.lora_A.weight", f"rank {left} -> {inner} rank", (f"{layer}/lora/a",)
-        )
-        dims.append(f"{right} rank -> rank {outer}")
-        paths.append(f"{layer}/lora/b")
-    if paths:
-        found = {"dims": tuple(dims), "paths": tuple(paths), "fused": 0}
-        yield replace(rule, name=f"{name}.lora_B.weight", **found)
+        yield NameRule(f"{name}.{_SIDES[0]}", f"rank {left} -> {inner} rank", (f"{layer}/lora/a",))
+        rows.append((layer, right, outer))
+    kinds = (("b", _SIDES[1], " rank", "rank "), ("magnitude", _SIDES[2], "", ""))
+    for kind, side, theirs, mine in kinds:
+        if rows and f"{rows[0][0]}/lora/{kind}" in flat:
+            dims = tuple(f"{right}{theirs} -> {mine}{outer}" for _, right, outer in rows)
+            paths = tuple(f"{layer}/lora/{kind}" for layer, _, _ in rows)
+            yield replace(rule, name=f"{name}.{side}", dims=dims, paths=paths, fused=0)

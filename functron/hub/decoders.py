@@ -106,9 +106,9 @@ NORMS_ACROSS = tuple(
     NameRule(f"{LAYER}.self_attn.{name}.weight", HEADS[1], (f"blocks/attention/{name}/scale",))
     for name in ("q_norm", "k_norm")
 )
-_QKV = ("blocks/attention/q/w", "blocks/attention/k/w", "blocks/attention/v/w")
+QKV = ("blocks/attention/q/w", "blocks/attention/k/w", "blocks/attention/v/w")
 _OUT = ATTENTION[6:8]
-_FUSED_QKV = (NameRule(f"{LAYER}.self_attn.qkv_proj.weight", HEADS[0], _QKV), *_OUT)
+_FUSED_QKV = (NameRule(f"{LAYER}.self_attn.qkv_proj.weight", HEADS[0], QKV), *_OUT)
 _FUSED_MLP = (
     NameRule(f"{LAYER}.mlp.gate_up_proj.weight", UP[0], ("blocks/mlp/gate/w", "blocks/mlp/up/w")),
     *MLP[4:],
@@ -119,8 +119,8 @@ GPT2_RULES = (  # its Conv1D stores weights as we do, [in, out]
     NameRule("transformer.wte.weight", EMBED, ("embed",)),
     NameRule("transformer.wpe.weight", "position embed -> position embed", ("positions",)),
     *norm(f"{_H}.ln_1", "blocks/attention_norm"),
-    NameRule(f"{_H}.attn.c_attn.weight", "embed (heads head) -> embed heads head", _QKV, fused=1),
-    NameRule(f"{_H}.attn.c_attn.bias", HEADS[1], tuple(f"{path[:-1]}b" for path in _QKV)),
+    NameRule(f"{_H}.attn.c_attn.weight", "embed (heads head) -> embed heads head", QKV, fused=1),
+    NameRule(f"{_H}.attn.c_attn.bias", HEADS[1], tuple(f"{path[:-1]}b" for path in QKV)),
     *linear(
         f"{_H}.attn.c_proj",
         "blocks/attention/out",
@@ -133,6 +133,7 @@ GPT2_RULES = (  # its Conv1D stores weights as we do, [in, out]
     *norm("transformer.ln_f", "norm"),
     NameRule("lm_head.weight", UNEMBED, ("unembed",)),
 )
+
 
 # --- entries of config.json
 
@@ -261,10 +262,10 @@ _QUERY_SCALAR = HubEntry(
 """Gemma's ``query_pre_attn_scalar`` s, an integer: scores are multiplied by 1 / sqrt(s)."""
 
 _LOCAL = "rope_local_base_freq"
-_PLAIN_ROPE: Mapping[str, Any] = MappingProxyType({"rope_type": "default"})
+PLAIN_ROPE: Mapping[str, Any] = MappingProxyType({"rope_type": "default"})
 
 
-def _read_settings(name: str, value: Any) -> Mapping[str, Any]:
+def read_settings(name: str, value: Any) -> Mapping[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise EntryError(Problem(name, repr(value), "an object or null"))
     return value or {}
@@ -288,8 +289,8 @@ def _make_local_rope(theta: float, local: float | None) -> HubEntry:
             raise EntryError(Problem("rope_parameters", repr(both), wanted))
         if both:
             names = ("full_attention", "sliding_attention")
-            whole, here = (_read_settings(f"rope_parameters.{n}", both.get(n)) for n in names)
-            older = _read_settings("rope_scaling", table.get("rope_scaling"))
+            whole, here = (read_settings(f"rope_parameters.{n}", both.get(n)) for n in names)
+            older = read_settings("rope_scaling", table.get("rope_scaling"))
             base = here.get("rope_theta", base)
             if (kind := here.get("rope_type", "default")) != "default":
                 name = "rope_parameters.sliding_attention.rope_type"
@@ -314,8 +315,8 @@ def _make_local_rope(theta: float, local: float | None) -> HubEntry:
         written = of_global.write(config)
         if local is not None:
             return {**written, _LOCAL: base}
-        whole = {"rope_theta": written["rope_theta"], **(written["rope_scaling"] or _PLAIN_ROPE)}
-        here = {"rope_theta": base, **_PLAIN_ROPE}
+        whole = {"rope_theta": written["rope_theta"], **(written["rope_scaling"] or PLAIN_ROPE)}
+        here = {"rope_theta": base, **PLAIN_ROPE}
         both = {"full_attention": whole, "sliding_attention": here}
         return {"rope_parameters": both, "rope_theta": config.rope_theta, "rope_scaling": None}
 
@@ -334,7 +335,7 @@ def _read_global_unrotated(table: HubTable, values: Mapping) -> dict:
     return {"nope_every": values.get("global_every", 0)}
 
 
-def _write_global_unrotated(config: GPTConfig) -> dict:
+def write_global_unrotated(config: GPTConfig) -> dict:
     wanted = config.global_every if config.window else 0
     if (config.nope_every if any(config.unrotated) else 0) != wanted:
         got, words = str(config.nope_every), f"{wanted}: layers without a window have no rope"
@@ -342,7 +343,7 @@ def _write_global_unrotated(config: GPTConfig) -> dict:
     return {} if config.window else {"sliding_window": None}
 
 
-_GLOBAL_UNROTATED = HubEntry((), ("nope_every",), _read_global_unrotated, _write_global_unrotated)
+_GLOBAL_UNROTATED = HubEntry((), ("nope_every",), _read_global_unrotated, write_global_unrotated)
 """EXAONE 4's layers without a window, which have no rope where others have one; after windows."""
 
 _PARALLEL = HubEntry(
@@ -362,6 +363,10 @@ def _check_kinds(config: GPTConfig) -> Iterator[Problem]:
     norms = ("before", "shared")[config.parallel_residual]
     if config.sublayer_norms != norms:
         yield Problem("sublayer_norms", repr(config.sublayer_norms), f"{norms!r} in this family")
+    yield from check_head_width(config)
+
+
+def check_head_width(config: GPTConfig) -> Iterator[Problem]:
     if config.head_size * config.num_heads != config.embed_dim:
         wanted = f"{config.embed_dim / config.num_heads:g}: embed_dim / num_heads"
         yield Problem("head_dim", str(config.head_size), wanted)
@@ -406,7 +411,7 @@ _INNER = HubEntry(
 """GPT-2's feed-forward width, where null means 4 embed_dim."""
 
 
-def _check_square_heads(config: GPTConfig) -> Iterator[Problem]:
+def check_square_heads(config: GPTConfig) -> Iterator[Problem]:
     if config.kv_heads != config.num_heads:
         wanted = f"{config.num_heads}, as many as query heads"
         yield Problem("num_kv_heads", str(config.kv_heads), wanted)
@@ -417,7 +422,7 @@ def _check_square_heads(config: GPTConfig) -> Iterator[Problem]:
 
 _SQUARE_HEADS = required(
     *("num_kv_heads", "head_dim", "qkv_bias", "rope_theta", "rope_scaling", "rope_fraction"),
-    check=_check_square_heads,
+    check=check_square_heads,
 )
 """GPT-2's heads: embed_dim / num_heads dims each, as many key heads, and no rope."""
 
@@ -747,6 +752,7 @@ LACKING: Mapping[str, str] = MappingProxyType(
     {
         "llama4_text": "layers without rope, attention in chunks and temperatures of queries",
         "gemma3": "images of Gemma 3; its text model alone is gemma3_text",
+        "mistral3": "images of Mistral 3; its text model alone is ministral3 or mistral",
         "qwen2_vl": "images of Qwen2-VL, though positions of its kind (rope_sections)",
     }
 )

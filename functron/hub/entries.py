@@ -166,8 +166,8 @@ def write_entries(
 # --- names of families
 
 _OTHERS = frozenset((
-    "bart", "beit", "bit", "flava", "gemma3n_text", "git", "glm4v", "glm4v_moe", "ibert", "mllama",
-    "molmo2", "mt5", "pixtral", "vilt", "vits", "xglm", "xlm", "zamba2",
+    "bart", "beit", "bit", "flava", "gemma3n_text", "git", "glm4v", "glm4v_moe", "gpt_neo", "ibert",
+    "mllama", "molmo2", "mt5", "pixtral", "vilt", "vits", "xglm", "xlm", "zamba2",
 ))  # fmt: skip
 """Other architectures of transformers, whose names are one letter away from one of ours."""
 

@@ -43,6 +43,8 @@ class NameRule:
         paths: our leaves, or `pieces_of` leaves; several are fused into one tensor.
         fused: the tensor's dim along which leaves are concatenated.
         interleaved: leaves are interleaved along it instead.
+        grouped: leaves are cut into as many equal parts along it as the last has entries, which
+            stand part by part: the queries of a key head, its key and its value (Falcon, GPT-NeoX).
     """
 
     name: str
@@ -50,6 +52,7 @@ class NameRule:
     paths: tuple[str, ...]
     fused: int = 0
     interleaved: bool = False
+    grouped: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -82,11 +85,12 @@ class LeafPart:
         path: of the leaf.
         shape: of the leaf, without the stacked dims, with the padding of the vocabulary.
         real: `shape` without that padding.
-        start: of the part along the tensor's fused dim.
+        start: of the part along the tensor's fused dim; of grouped ones, in a group.
         theirs: the factors of each dim of the tensor; see `NameRule`.
         ours: the dims of the leaf.
         begin: of the part in the leaf, per dim: 0, except for a piece of it.
         step: between its entries.
+        groups: how many groups the fused dim has, of `step` rows each; 0: none.
     """
 
     path: str
@@ -97,6 +101,7 @@ class LeafPart:
     ours: tuple[str, ...]
     begin: tuple[int, ...]
     step: int = 1
+    groups: int = 0
 
     @property
     def size(self) -> dict[str, int]:
@@ -144,15 +149,21 @@ class HubLayout:
         for dim, factors in enumerate(part.theirs):
             start, stop = within[factors[0]] if factors else (0, 1)
             inner = math.prod(part.size[name] for name in factors[1:])
+            if dim == self.rule.fused and part.groups:
+                first, last = _find_groups(part, dim, start * inner, stop * inner)
+                slices.append(slice(first * part.step, last * part.step))
+                continue
             offset, step = (part.start, part.step) if dim == self.rule.fused else (0, 1)
             start, stop = offset + start * inner * step, offset + (stop * inner - 1) * step + 1
             slices.append(slice(start, stop, None if step == 1 else step))
         return tuple(slices)
 
     def to_ours(self, part: LeafPart, box: LeafBox, piece: torch.Tensor) -> torch.Tensor:
-        """`box` of the leaf from the slices of `source`: a view."""
+        """`box` of the leaf from the slices of `source`: a view, but of a grouped rule's."""
         order = [name for factors in part.theirs for name in factors]
         within = dict(zip(part.ours, box, strict=True))
+        if part.groups:
+            piece = self._leave_out_others(part, within, piece)
         outer = {factors[0] for factors in part.theirs if factors}
         sizes = [
             within[name][1] - within[name][0] if name in outer else part.size[name]
@@ -164,6 +175,19 @@ class HubLayout:
                 start, stop = within[name]
                 piece = piece.narrow(dim, start, stop - start)
         return piece.permute([order.index(name) for name in part.ours])
+
+    def _leave_out_others(
+        self, part: LeafPart, within: Mapping[str, tuple[int, int]], piece: torch.Tensor
+    ) -> torch.Tensor:
+        """The rows of this part among those of its groups."""
+        dim = self.rule.fused
+        outer, *rest = part.theirs[dim]
+        inner, rows = math.prod(part.size[name] for name in rest), part.their_shape[dim]
+        start, stop = (place * inner for place in within[outer])
+        first, _ = _find_groups(part, dim, start, stop)
+        each = rows // part.groups
+        piece = piece.unflatten(dim, (-1, part.step)).narrow(dim + 1, part.start, each)
+        return piece.flatten(dim, dim + 1).narrow(dim, start - first * each, stop - start)
 
     def to_theirs(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The tensor of the leaves of `parts`, without stacked dims."""
@@ -179,7 +203,16 @@ class HubLayout:
         dim = self.rule.fused
         if self.rule.interleaved:
             return torch.stack(pieces, dim + 1).flatten(dim, dim + 1)
+        if self.rule.grouped:
+            apart = [x.unflatten(dim, (self.parts[0].groups, -1)) for x in pieces]
+            return torch.cat(apart, dim + 1).flatten(dim, dim + 1)
         return torch.cat(pieces, dim)
+
+
+def _find_groups(part: LeafPart, dim: int, start: int, stop: int) -> tuple[int, int]:
+    """The first group that has rows `start` to `stop` of the part, and the one after the last."""
+    each = part.their_shape[dim] // part.groups
+    return start // each, -(-stop // each)
 
 
 def layouts(
@@ -239,8 +272,7 @@ class _LeafPlace(NamedTuple):
 
     def factors(self, dim: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
         """The factors of a tensor's dim, with a piece's slots."""
-        outer = names[-2:][0]
-        if not self.joined or outer not in dim:
+        if not self.joined or (outer := names[-2:][0]) not in dim:
             return dim
         at = dim.index(outer) + 1
         return (*dim[:at], _SLOT, *dim[at:])
@@ -291,9 +323,21 @@ def _make_layout(
         start += parts[-1].their_shape[rule.fused]
     whole = list(parts[0].their_shape)
     whole[rule.fused] = start
+    if rule.grouped:
+        parts = _group(parts, rule.fused)
     stacked = places[rule.paths[0]].shape[:count]
     named = numbers.get(rule.paths[0].split("/")[0], range(stacked[0])) if count else ()
     return HubLayout(rule, stacked, tuple(parts), tuple(whole), named)
+
+
+def _group(parts: Sequence[LeafPart], dim: int) -> list[LeafPart]:
+    """The parts of a rule that is grouped along `dim`, with their places in a group."""
+    last = parts[-1]
+    groups = last.size[last.theirs[dim][0]]
+    sizes = [part.their_shape[dim] // groups for part in parts]
+    starts = itertools.accumulate(sizes, initial=0)
+    own = zip(parts, starts, strict=False)
+    return [replace(x, start=start, step=sum(sizes), groups=groups) for x, start in own]
 
 
 @dataclass(frozen=True)
@@ -307,11 +351,13 @@ class Surplus:
         holds: ``(config, name)`` to whether the tensor is one.
         name: the name in files that we write, by its name in any naming.
         constants: ``(config)`` to shapes and values, by name, of those that are required.
+        exact: others than these are refused, as they would change what the model computes.
     """
 
     holds: Callable[[Any, str], bool]
     name: Callable[[str], str]
     constants: Callable[[Any], Mapping[str, tuple[tuple[int, ...], float]]]
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -402,11 +448,12 @@ def linear(name: str, path: str, weight: str, bias: str) -> tuple[NameRule, Name
     )
 
 
-def norm(name: str, path: str, dim: str = "embed") -> tuple[NameRule, NameRule]:
+def norm(name: str, path: str, dim: str = "embed") -> tuple[NameRule, ...]:
     """The rules of a norm: its scale, and its bias if it has one."""
-    return (
-        NameRule(f"{name}.weight", f"{dim} -> {dim}", (f"{path}/scale",)),
-        NameRule(f"{name}.bias", f"{dim} -> {dim}", (f"{path}/bias",)),
+    rows = (("weight", "scale"), ("bias", "bias"), ("weight", "layer_scale"))
+    return tuple(
+        NameRule(f"{name}.{theirs}", f"{dim} -> {dim}", (f"{path}/{ours}",))
+        for theirs, ours in rows
     )
 
 

@@ -8,7 +8,8 @@
 | MiniMax-M2  | ``block_sparse_moe.experts.E.w1, w2, w3``| ``mlp.experts.gate_up_proj``, ...   |
 | GPT-OSS     | ``mlp.experts.gate_up_proj``, which is one tensor of all experts in both    |
 
-Qwen2-MoE, OLMoE, GLM-4-MoE, dots.llm1, ERNIE 4.5 MoE and DeepSeek-V2 have names as Qwen3-MoE.
+Qwen2-MoE, OLMoE, GLM-4-MoE, dots.llm1, ERNIE 4.5 MoE, DeepSeek-V2 and Hunyuan have names as
+Qwen3-MoE.
 
 Both are read; files are written as transformers writes them.
 
@@ -36,7 +37,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from functron.core.errors import Problem
@@ -70,6 +71,7 @@ from functron.hub.entries import (
     window,
 )
 from functron.hub.format import HEADS, HubFormat, NameRule, linear, mlp, norm
+from functron.hub.variants import HUNYUAN_ATTENTION, HUNYUAN_ROPE, VARIANTS
 from functron.models.config import GPTConfig
 from functron.models.family import canonical_moe
 from functron.nn.moe import MoEConfig
@@ -726,12 +728,65 @@ DEEPSEEK_V2 = HubFormat(
     ignored=DEEPSEEK_V3.ignored,
 )  # fmt: skip
 
+
+def _share_one(inner: HubEntry) -> HubEntry:
+    """Hunyuan's experts: a shared one as wide as the others, and ``moe_topk`` perhaps by layer."""
+    name = "moe_topk"
+
+    def read(table: HubTable, values: Mapping) -> dict:
+        each = table.get(name, 1)
+        if isinstance(each, list):
+            if len(set(map(str, each))) != 1:
+                raise EntryError(Problem(name, str(each), "the same for all layers"))
+            table = {**table, name: each[0]}
+        moe = inner.read(table, values)["moe"]
+        return {"moe": replace(moe, shared_dim=moe.expert_dim)}
+
+    def write(config: GPTConfig) -> dict:
+        moe = config.moe
+        if moe is not None and moe.shared_dim != moe.expert_dim:
+            wanted = f"{moe.expert_dim}, moe.expert_dim, in this family"
+            raise EntryError(Problem("moe.shared_dim", str(moe.shared_dim), wanted))
+        alone = None if moe is None else replace(moe, shared_dim=0)
+        return inner.write(SimpleNamespace(moe=alone))
+
+    return replace(inner, read=read, write=write)
+
+
+def _list_hunyuan_rules(*layers: NameRule) -> tuple[NameRule, ...]:
+    router = NameRule(f"{LAYER}.mlp.gate.wg.weight", _ROUTER[0], (f"{_MOE}/router/w",))
+    shared = mlp(f"{_MOE}/shared", *(f"{LAYER}.mlp.shared_mlp.{name}" for name in GATED))
+    return (*START, *NORMS, *HUNYUAN_ATTENTION, router, *shared, *layers, *END)
+
+
+HUNYUAN_MOE = HubFormat(
+    "hunyuan_v1_moe",
+    "HunYuanMoEV1ForCausalLM",
+    _list_hunyuan_rules(*_SEPARATE),
+    (
+        *llama(vocab_size=290943, embed_dim=4096, mlp_dim=11008, num_layers=32, num_heads=32,
+               num_kv_heads=None, max_seq=2048, norm_eps=1e-5, positions=HUNYUAN_ROPE),
+        fixed(qk_norm=True, qk_norm_last=True),
+        ATTENTION_BIAS,
+        _share_one(
+            experts(
+                (("num_experts",), "num_experts", 1),
+                (("moe_topk",), "top_k", 1),
+                (("intermediate_size",), "expert_dim", 11008),
+                renormalise=True,
+            )
+        ),
+    ),
+    in_memory=_list_hunyuan_rules(*_FUSED),
+    ignored=_OF_TRAINING,
+)  # fmt: skip
+
 _MIXTURES = (
     *(MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS, QWEN2_MOE, OLMOE, GLM4_MOE, DOTS1, ERNIE_MOE),
-    *(MINIMAX_M2, DEEPSEEK_V2),
+    *(MINIMAX_M2, DEEPSEEK_V2, HUNYUAN_MOE),
 )
 
 DECODERS: Mapping[str, HubFormat] = MappingProxyType(
-    {form.model_type: form for form in (*DENSE, *_MIXTURES)}
+    {form.model_type: form for form in (*DENSE, *VARIANTS, *_MIXTURES)}
 )
 """All decoders, by transformers' ``model_type``."""

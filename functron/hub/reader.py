@@ -580,6 +580,7 @@ def match(
         elif not dtype.is_floating_point or dtype.itemsize == 1:
             fix = f"if it is quantised, {CONFIG} must say how: quantization_config"
             problems.append(Problem(name, str(dtype), "a floating dtype of 16 bits or more", fix))
+    problems += [] if problems else list(_check_constants(form, config, source))
     if not problems:
         by_path = {path: name for name, layout in wanted.items() for path in layout.rule.paths}
         for name, path in repeated.items():
@@ -587,6 +588,19 @@ def match(
             problems += _compare_tied(source, name, stored[by_path[path]], path, shapes)
     raise_problems(f"these are not the weights of this {form.model_type} model", problems)
     return stored
+
+
+def _check_constants(form: HubFormat, config: Config, source: TensorSource) -> Iterator[Problem]:
+    """Tensors that ours lack, which have other numbers than ours has in its code."""
+    if form.surplus is None or not form.surplus.exact:
+        return
+    shapes = source.shapes()
+    for name, (shape, value) in form.surplus.constants(config).items():
+        if name not in shapes:
+            continue
+        found = source.read(name, tuple(slice(0, size) for size in shapes[name][0]))
+        if found.shape != shape or not torch.equal(found, torch.full_like(found, value)):
+            yield Problem(name, str(found.tolist()), f"{value:g}, as in all published models")
 
 
 def _is_passed_over(form: HubFormat, config: Config, name: str) -> bool:

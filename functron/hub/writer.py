@@ -126,7 +126,8 @@ def save(
             exists or cannot be written; all offenders are listed.
     """
     path = local_path(path)
-    params, specs = lora.merge(params), lora.plain(specs)
+    split = isinstance(mesh, BoundMesh)
+    params, specs = lora.merge(params, split=split), lora.plain(specs)
     if isinstance(config, GPTConfig):
         config, params = mup.folded(config, params)
     kept = read_table(like) if like is not None else None

@@ -30,7 +30,7 @@ _ROPE_DEFAULTS = (
 )
 _NOT_NEGATIVE = (
     *("window", "global_every", "nope_every", "dense_layers", "mtp_depth", "mtp_weight"),
-    *("local_rope_theta", "attention_scale", "score_cap", "logit_cap", "qkv_clip"),
+    *("local_rope_theta", "attention_scale", "score_cap", "logit_cap", "qkv_clip", "temperature"),
     *("mup_base_dim", "mup_base_head_dim"),
 )
 
@@ -75,6 +75,9 @@ GPT_NEEDS: Needs = MappingProxyType(
             Need(
                 lambda c: not c.kv_rank, "attention that is not latent", "set bias, or kv_rank to 0"
             ),
+        ),
+        "temperature_seq": Need(
+            lambda c: c.temperature > 0, "temperatures of queries", "set temperature"
         ),
         "latent_eps": Need(lambda c: c.kv_rank > 0, "latent attention", "set kv_rank"),
         "mtp_weight": _AHEAD,
@@ -172,15 +175,16 @@ class GPTConfig(MLAConfig, TextConfig):
         num_layers: transformer blocks.
         mlp_dim: width of the feed-forward hidden layer.
         max_seq: longest sequence, in tokens.
-        norm: ``"rms"``, ``"layer"`` or ``"bare_layer"``, which has no parameters (OLMo 1); of
-            sublayers and at the end.
+        norm: ``"rms"``, ``"layer"``, ``"scaled_layer"``, which has no bias (Cohere), or
+            ``"bare_layer"``, which has no parameters (OLMo 1); of sublayers and at the end.
         sublayer_norms: ``"before"`` each sublayer, of what it reads; ``"after"`` it, of what it
             adds to the stream (OLMo 2); ``"both"`` (Gemma 2 and 3); ``"shared"``: parallel
             sublayers read one norm (GPT-J; Cohere).
         parallel_residual: attention and the feed-forward layer both read the stream before the
             block, and are added to it together (GPT-J; GPT-NeoX).
         residual_scale: multiplies what sublayers add to the stream (Granite).
-        activation: of feed-forward layers and experts; "clamped_swiglu" (GPT-OSS) of experts alone.
+        activation: of feed-forward layers and experts; "clamped_swiglu" (GPT-OSS) of experts alone,
+            "xielu", with two learned numbers a layer (Apertus), of layers without experts or gate.
         gated: multiply the activation by a second projection (SwiGLU with silu).
         mlp_bias: biases on feed-forward layers, also without `bias`.
         positions: ``"rope"``, ``"learned"`` or ``"none"``.
@@ -198,6 +202,9 @@ class GPTConfig(MLAConfig, TextConfig):
             (Beltagy et al. 2020); 0: to all before it.
         global_every: of layers with a window, every n-th one, counted from 1, attends to all keys
             (2 in GPT-OSS); 0: none.
+        temperature: queries at position t are multiplied by 1 + temperature ln(1 + floor(t /
+            temperature_seq)) (Llama 4; Ministral 3); 0: they are not.
+        temperature_seq: after so many tokens that factor grows.
         score_cap: soft cap of attention scores: s becomes cap tanh(s / cap) (Gemma 2); 0: none. On
             CPUs it is computed by the formula, in chunks.
         logit_cap: soft cap of the logits, by the same formula; 0: none.
@@ -219,6 +226,7 @@ class GPTConfig(MLAConfig, TextConfig):
             nothing looks at single matrices, such as Adafactor, SOAP, LoRA and quantised products.
             Latent attention stays as it is.
         tied: one matrix for embedding and unembedding.
+        unembed_bias: a bias on the logits, before `logit_cap` (Phi).
         embed_scale: multiplies token embeddings, not the unembedding; sqrt(embed_dim) in Gemma.
         logit_scale: multiplies the logits, before `logit_cap` (Granite; Cohere).
         z_loss: weight of the squared log-partition function of the logits in the loss.
@@ -244,7 +252,7 @@ class GPTConfig(MLAConfig, TextConfig):
     sublayer_norms: Norms = "before"
     parallel_residual: bool = False
     residual_scale: float = 1.0
-    activation: ExpertActivation = "silu"
+    activation: Literal[ExpertActivation, "xielu"] = "silu"
     gated: bool = True
     mlp_bias: bool = False
     positions: Positions = "rope"
@@ -255,6 +263,8 @@ class GPTConfig(MLAConfig, TextConfig):
     nope_every: int = 0
     window: int = 0
     global_every: int = 0
+    temperature: float = 0.0
+    temperature_seq: int = 8192
     score_cap: float = 0.0
     logit_cap: float = 0.0
     moe: MoEConfig | None = None
@@ -264,6 +274,7 @@ class GPTConfig(MLAConfig, TextConfig):
     mtp_repeated: bool = False
     mtp_detached: bool = False
     tied: bool = False
+    unembed_bias: bool = False
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     z_loss: float = 0.0
@@ -283,6 +294,7 @@ class GPTConfig(MLAConfig, TextConfig):
 
     def _problems(self) -> list[Problem]:
         sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "mlp_dim", "max_seq")
+        sizes = (*sizes, "temperature_seq")
         found = [
             Problem(name, str(getattr(self, name)), "at least 1")
             for name in (*sizes, "vocab_multiple")
@@ -327,6 +339,9 @@ class GPTConfig(MLAConfig, TextConfig):
             fix = "use silu, or make all layers ones of experts"
             got = f"{self.activation!r} on layers without experts"
             found.append(Problem("activation", got, "one of feed-forward layers", fix))
+        if self.activation == "xielu" and (self.moe is not None or self.gated):
+            got, wanted = "'xielu' with a gate or experts", "one that gates or experts have"
+            found.append(Problem("activation", got, wanted, "use silu, or set gated=False"))
         found += self._latent_misfits() + self._rope_misfits()
         found += [] if found else self._mup_misfits()
         norms = self.sublayer_norms
@@ -334,9 +349,11 @@ class GPTConfig(MLAConfig, TextConfig):
             got = f"{norms!r} with parallel_residual={self.parallel_residual}"
             wanted = "'before' or 'shared' of parallel sublayers, 'shared' of no others"
             found.append(Problem("sublayer_norms", got, wanted, "change one of them"))
-        if self.qk_norm_across and not self.qk_norm:
-            got = "True without qk_norm"
-            found.append(Problem("qk_norm_across", got, "False", "set qk_norm, or leave it out"))
+        found += [
+            Problem(name, "True without qk_norm", "False", "set qk_norm, or leave it out")
+            for name in ("qk_norm_across", "qk_norm_last")
+            if getattr(self, name) and not self.qk_norm
+        ]
         if self.fused_projections is True and self.kv_rank and not self.gated:
             got, wanted = "True", "False: latent attention and layers without a gate join nothing"
             found.append(Problem("fused_projections", got, wanted, "leave it out"))
@@ -348,6 +365,9 @@ class GPTConfig(MLAConfig, TextConfig):
     def _rope_misfits(self) -> list[Problem]:
         """Rotary options that fit neither each other nor the heads."""
         found, turns = [], self.positions == "rope" and not self.kv_rank
+        if self.temperature and self.rope_sections:
+            got, wanted = str(self.temperature), "0 where tokens have several positions"
+            found.append(Problem("temperature", got, wanted, "leave it out"))
         found += [
             Problem(name, str(getattr(self, name)), f"{default} without rope over a head's dims")
             for name, default in _ROPE_DEFAULTS
@@ -431,6 +451,7 @@ class GPTConfig(MLAConfig, TextConfig):
     def _latent_misfits(self) -> list[Problem]:
         """Options that do not fit latent attention, or need it."""
         wrong = {"positions": self.positions != "rope", "window": bool(self.window)}
+        wrong |= {"temperature": self.temperature > 0, "qk_norm_last": self.qk_norm_last}
         found = [
             Problem(name, repr(getattr(self, name)), "its default with kv_rank", "leave it out")
             for name, bad in wrong.items()

@@ -112,6 +112,8 @@ def block_defs(config: GPTConfig, *, experts: bool, options: ModelOptions = DEFA
     own = _own_defs(config, options, "mlp")
     kind = {"gated": c.gated, "fused": c.fused_projections is True, **stddevs}
     mlp = nn.mlp_defs(c.embed_dim, c.mlp_dim, bias=c.bias or c.mlp_bias, **kind)
+    if c.activation == "xielu":
+        mlp["activation"] = nn.xielu_defs(dtype)
     return block | {"mlp": own or mlp}
 
 
@@ -258,7 +260,7 @@ class Layer:
         check_gathered("embed_dim", weights["out"]["w"].shape[-1], config.embed_dim)
         core = self._make_core(weights)
         core = rematerialise(core) if options.remat == "selective" else core
-        given = {"stream": options.stream, "core": core, "kernels": options.kernels}
+        given = {"stream": options.stream, "core": self._temper(core), "kernels": options.kernels}
         given["matmul"] = matmul
         if not config.kv_rank:
             return nn.self_attention(weights, x, config, rope=self.rope, **given)
@@ -279,6 +281,19 @@ class Layer:
             both = (functools.partial(f, histories=known) for f in (made.linear, made.grouped))
             return made._replace(**dict(zip(("linear", "grouped"), both, strict=True)))
         return made
+
+    def _temper(self, core: Callable) -> Callable:
+        """`core` of queries times their `GPTConfig.temperature`."""
+        config, places = self.config, self.sequence.positions
+        if not config.temperature:
+            return core
+        grown = torch.log1p(torch.floor(places / config.temperature_seq))
+        factor = (1 + config.temperature * grown)[..., None, None]
+
+        def tempered(q: Tensor, *rest: Tensor, **how: Any) -> Tensor:
+            return core(q * factor.to(q.dtype), *rest, **how)
+
+        return tempered
 
     def _make_core(self, weights: dict) -> Callable:
         hook, sequence, options = self.options.hook("attention"), self.sequence, self.options
@@ -308,7 +323,7 @@ class Layer:
             refuse_mixing("mlp", whole, weights["mlp"], x, options, gathers=True)
             own = {"layer": self.index} if numbered else {}
             return hook.apply(weights["mlp"], x, **given, **own), None
-        assert activation != "clamped_swiglu"
+        assert activation != "clamped_swiglu"  # of experts alone
         given["matmul"] = self.matmul(weights)
         return nn.mlp(weights["mlp"], x, activation=activation, **given), None
 
@@ -406,6 +421,7 @@ def _run_experts(
     load: Tensor | None,
 ) -> tuple[Tensor, Auxiliary]:
     assert config.moe is not None
+    assert config.activation != "xielu"
     tokens, targets, hook = sequence.tokens, sequence.targets, options.hook("router")
     counted = torch.ones_like(tokens) if targets is None else (targets != nn.IGNORE_INDEX).long()
     places, rows = sequence.slots.expand_as(tokens), sequence.rows
@@ -635,7 +651,7 @@ def logits(config: GPTConfig, weights: dict, x: Tensor, options: ModelOptions) -
         if options.context.order == "zigzag":
             x = context.to_contiguous(x, 1)
         own: Any = {"name": "unembed", "matmul": options.matmul.of_logits}
-        x = nn.column_parallel(x, _unembedding(config, weights, options), **own)
+        x = nn.column_parallel(x, *_unembedding(config, weights, options), **own)
         return name_columns(_cap_logits(config, x), "out", options.stream)
 
 
@@ -674,16 +690,17 @@ def loss(
     with named_scope("norm"):
         normed = _norm_last(config, weights, x, options)
     with named_scope("unembed"):
-        matrix = _unembedding(config, weights, options)
+        table = _unembedding(config, weights, options)
 
-    def losses(x: Tensor, targets: Tensor, z_loss: float = 0.0, matrix: Tensor = matrix) -> Tensor:
+    def losses(x: Tensor, targets: Tensor, z_loss: float = 0.0, table: _Table = table) -> Tensor:
         given = {"vocab_size": config.vocab_size, "z_loss": z_loss, "kernels": options.kernels}
         with named_scope("unembed"):
             x = nn.gather_sequence(_scale_stream(config, x), options.stream)
             if chunk := options.loss_chunk_tokens:
+                x, matrix = _join_bias(x, *table)
                 return nn.linear_cross_entropy(x, matrix, targets, chunk_tokens=chunk, **given)
             matmul = _with_runs(options.matmul.of_logits, options)
-            out = nn.column_parallel(x, matrix, name="unembed", matmul=matmul)
+            out = nn.column_parallel(x, *table, name="unembed", matmul=matmul)
             out = name_columns(_cap_logits(config, out), "out", options.stream)
         with named_scope("loss"):
             return nn.cross_entropy(out, targets, **given)
@@ -697,7 +714,7 @@ def loss(
     share = first
     if config.mtp_depth:
         with named_scope("ahead"):
-            head = functools.partial(losses, matrix=lax.stop_gradient(matrix))
+            head = functools.partial(losses, table=lax.stop_gradient(table))
             details["ahead"], routers = _predict_ahead(
                 config, weights, normed, sequence, options, key,
                 head=head if config.mtp_detached else losses,
@@ -734,9 +751,28 @@ def _cap_logits(config: GPTConfig, logits: Tensor) -> Tensor:
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def _unembedding(config: GPTConfig, weights: dict, options: ModelOptions) -> Tensor:
+_Table = tuple[Tensor, Tensor | None]
+"""The matrix of logits, and their bias."""
+
+
+def _unembedding(config: GPTConfig, weights: dict, options: ModelOptions) -> _Table:
     matrix = gather_unembedding(weights, options.gather, tied=config.tied)
-    return matrix.mT if config.tied else matrix
+    bias = None
+    if config.unembed_bias:
+        bias = options.gather.at("unembed_bias")(weights["unembed_bias"])
+    return matrix.mT if config.tied else matrix, bias
+
+
+_WIDER = 16  # rows that keep the inner dim a multiple of what products of 16 bits want
+
+
+def _join_bias(x: Tensor, matrix: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Factors whose product is x matrix + bias: the bias as a row that a one multiplies."""
+    if bias is None:
+        return x, matrix
+    row = (torch.arange(_WIDER, device=x.device) == 0).to(x.dtype)
+    ones = row.expand(*x.shape[:-1], _WIDER)
+    return torch.cat([x, ones], -1), torch.cat([matrix, row.unsqueeze(-1) * bias], 0)
 
 
 # --- tokens further ahead

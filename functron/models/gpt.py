@@ -47,7 +47,7 @@ from functron.program.cost import tokens_attended
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P, params
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import FSDP_AXES, BoundMesh, Mesh
-from functron.spmd.params import Normal, ParamDef
+from functron.spmd.params import Normal, ParamDef, zeros
 from functron.spmd.spec import Rules, SpecEntry, Uneven, as_entry, part_length
 
 __all__ = [
@@ -233,8 +233,9 @@ def defs(config: GPTConfig, options: ModelOptions = DEFAULTS) -> dict:
     """The parameters: ``{"embed", "positions"?, "dense"?, "blocks", "norm"?, "unembed"?, "mtp"?}``.
 
     Those of all blocks are stacked on a leading "layers" dim; where the first blocks are dense and
-    the others have experts, the first are in "dense". With a base width (`mup`) initial values are
-    scaled. Of `options`, hooks with parameters of their own matter.
+    the others have experts, the first are in "dense". With `GPTConfig.unembed_bias` there is
+    "unembed_bias" as well. With a base width (`mup`) initial values are scaled. Of `options`, hooks
+    with parameters of their own matter.
     """
     _check_hooks(config, options)
     model, m = _standard_defs(config, options), config.mup_width
@@ -260,6 +261,8 @@ def _standard_defs(config: GPTConfig, options: ModelOptions) -> dict:
         model["positions"] = ParamDef((c.max_seq, c.embed_dim), (None, "embed"), normal, dtype)
     if not c.tied:
         model["unembed"] = ParamDef(table[::-1], ("embed", "vocab"), normal, dtype)
+    if c.unembed_bias:
+        model["unembed_bias"] = ParamDef(table[:1], ("vocab",), zeros, dtype, decay=False)
     return model
 
 
@@ -389,6 +392,8 @@ def uses(config: GPTConfig, options: ModelOptions = DEFAULTS) -> dict[str, str |
         table["positions"] = "E"
     if not config.tied:
         table["unembed"] = "L"
+    if config.unembed_bias:
+        table["unembed_bias"] = "L"
     if config.mtp_depth:
         table["mtp"] = "L"
     return table

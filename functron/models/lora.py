@@ -12,8 +12,10 @@ folding it into the initial A would be another optimization problem under Adam.
 
 Axes: A has those of W's inputs and B those of its outputs. Where W's columns are split over tp, so
 are B's, and every rank computes x A; where its rows are, so are A's, and (x A) B is a part of the
-same sum as x W. No collective is added. Each expert of a mixture has its own A and B, stacked as
-the experts are and split with them: (x A) B are two grouped products of the rows that it has.
+same sum as x W. No collective is added, but with DoRA, where the lengths of columns whose rows are
+split are summed over ranks: two numbers a column. Each expert of a mixture has its own A and B,
+stacked as the experts are and split with them: (x A) B are two grouped products of the rows that it
+has.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -31,8 +33,12 @@ from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.settings import Need, setting
 from functron.core.tables import shows_differences
 from functron.nn import Adapter
+from functron.nn.layers import find_growth, find_lengths
+from functron.nn.packed import BLOCK, PER_BYTE, PackedMatrix, as_numbers
+from functron.nn.packed import pack as pack_matrix
 from functron.spmd.params import Constant, Normal, ParamDef, Width, zeros
 
+BaseKind = Literal["plain", "mxfp4"]
 LORA = "lora"
 """The name of an `Adapter` among the parameters of its layer."""
 
@@ -49,11 +55,15 @@ class LoRA:
         alpha: they are multiplied by ``alpha / rank``.
         targets: patterns of linear layers' paths, in which ``*`` stands for anything:
             ``blocks/attention/q``, ``blocks/mlp/*``.
+        dora: the lengths of columns are learned apart (`functron.nn.Adapter.magnitude`).
+        base: "mxfp4": the matrices are kept in 4 bits (QLoRA; `functron.nn.packed`).
     """
 
     rank: int = 8
     alpha: float = 16.0
     targets: tuple[str, ...] = ("blocks/attention/*", "blocks/mlp/*")
+    dora: bool = False
+    base: BaseKind = "plain"
 
     def problems(self, defs: tree.Tree = None, path: str = "lora") -> list[Problem]:
         """Everything wrong with it, and with it for a model with these defs."""
@@ -81,9 +91,30 @@ class LoRA:
                 if chosen:
                     fix = f"write {','.join(_patterns(chosen, others))} for the other layers"
                 found.append(Problem(f"{path}_targets", got, wanted, fix))
-            elif not chosen:
+            more = "DoRA" if self.dora else "a base in 4 bits" if self.base != "plain" else ""
+            if more and (experts := _list_experts(defs, chosen)):
+                got = f"{target!r}, which names {', '.join(experts)}"
+                fix = f"leave it out, or {more}"
+                found.append(Problem(f"{path}_targets", got, f"no experts with {more}", fix))
+            if not chosen and not routed:
                 fix = nearest(target, layers)
                 found.append(Problem(f"{path}_targets", repr(target), "a linear layer", fix))
+        return found + (self._find_unpackable(defs, path) if self.base != "plain" else [])
+
+    def _find_unpackable(self, defs: tree.Tree, path: str) -> list[Problem]:
+        """Matrices that 4-bit numbers have no place in."""
+        found = []
+        for place, w, routed in _find_matrices(defs):
+            chosen = any(fnmatch.fnmatchcase(place, target) for target in self.targets)
+            if routed or not chosen or num_inputs(w) is None:
+                continue
+            if w.shape[-1] % BLOCK:
+                got = f"{self.base} of {place}, whose last dim is {w.shape[-1]}"
+                wanted, fix = f"a last dim that {BLOCK} divides", "leave it out of the targets"
+                found.append(Problem(f"{path}_base", got, wanted, fix))
+            if w.pieces:
+                got, fix = f"{self.base} of {place}, which is joined", "leave fused_projections out"
+                found.append(Problem(f"{path}_base", got, "matrices that are apart", fix))
         return found
 
 
@@ -100,6 +131,8 @@ class LoRAConfig:
             train all parameters.
         alpha: they are multiplied by lora_alpha / lora_rank.
         targets: the linear layers that have them: patterns of paths, separated by commas.
+        dora: they turn the columns of matrices, whose lengths are learned apart (DoRA).
+        base: keep the matrices that they are added to in 4 bits: mxfp4 (QLoRA); plain: as they are.
     """
 
     rank: int = setting(0, "shapes step", short="lora_rank")
@@ -107,6 +140,8 @@ class LoRAConfig:
     targets: str = setting(
         ",".join(LoRA.targets), "shapes step", short="lora_targets", need=_ADDITIONS
     )
+    dora: bool = setting(False, "shapes step", short="lora_dora", need=_ADDITIONS)
+    base: BaseKind = setting("plain", "shapes step", short="lora_base", need=_ADDITIONS)
 
     @property
     def adapters(self) -> LoRA | None:
@@ -114,7 +149,7 @@ class LoRAConfig:
         if not self.rank:
             return None
         targets = (target.strip() for target in self.targets.split(","))
-        return LoRA(self.rank, self.alpha, tuple(filter(None, targets)))
+        return LoRA(self.rank, self.alpha, tuple(filter(None, targets)), self.dora, self.base)
 
 
 def lora_defs(defs: tree.Tree, lora: LoRA) -> tree.Tree:
@@ -141,7 +176,7 @@ def drop_routed(targets: Iterable[str], defs: tree.Tree) -> list[str]:
     which may be by now, were not.
     """
     layers, others = _split_matrices(defs)
-    experts = [each.path for each in _find_matrices(defs) if _STACKED[1] in each.w.axes]
+    experts = _list_experts(defs, [*layers, *others])
     found: dict[str, None] = {}
     for target in targets:
         chosen = [x for x in fnmatch.filter(layers, target) if x not in experts]
@@ -149,6 +184,12 @@ def drop_routed(targets: Iterable[str], defs: tree.Tree) -> list[str]:
         own = _patterns(chosen, [*others, *experts]) if routed and chosen else [target]
         found |= dict.fromkeys(own)
     return list(found)
+
+
+def _list_experts(defs: tree.Tree, layers: Iterable[str]) -> list[str]:
+    """Those of these layers that are of experts, each its own."""
+    every = {each.path for each in _find_matrices(defs) if _STACKED[1] in each.w.axes}
+    return [path for path in layers if path in every]
 
 
 def unadapted(defs: tree.Tree, lora: LoRA) -> list[str]:
@@ -165,9 +206,36 @@ def _add_adapters(defs: tree.Tree, lora: LoRA) -> tree.Tree:
         if not isinstance(entry, Mapping):
             return entry
         layer = {name: adapted(part, _under(path, name)) for name, part in entry.items()}
-        return {**layer, LORA: _adapter(entry["w"], lora)} if path in chosen else layer
+        if path not in chosen:
+            return layer
+        w = _pack_def(entry["w"]) if lora.base != "plain" else entry["w"]
+        return {**layer, "w": w, LORA: _adapter(entry["w"], lora)}
 
     return adapted(defs, "")
+
+
+def _pack_def(w: ParamDef) -> PackedMatrix:
+    """The defs of a packed matrix; its numbers come from those of the model (`pack`)."""
+    parts = (
+        ParamDef((*w.shape[:-1], w.shape[-1] // size), w.axes, zeros, torch.uint8, decay=False)
+        for size in (PER_BYTE, BLOCK)
+    )
+    return PackedMatrix(*parts)
+
+
+def pack(params: tree.Tree) -> tree.Tree:
+    """Parameters whose matrices with adapters are in 4 bits; packed ones stay.
+
+    Args:
+        params: global values or this rank's shards, whose last dims are multiples of 32.
+    """
+    if not isinstance(params, Mapping):
+        return params
+    made = {name: pack(entry) for name, entry in params.items() if name != LORA}
+    if LORA not in params:
+        return made
+    w = params["w"] if isinstance(params["w"], PackedMatrix) else pack_matrix(params["w"])
+    return {**made, "w": w, LORA: params[LORA]}
 
 
 class _Matrix(NamedTuple):
@@ -254,12 +322,21 @@ def _adapter(w: ParamDef, lora: LoRA) -> Adapter:
             torch.promote_types(w.dtype, torch.float32),
             decay=False,
         ),
+        ParamDef(
+            (*w.shape[:stacked], *w.shape[cut:]),
+            (*w.axes[:stacked], *w.axes[cut:]),
+            zeros,
+            w.dtype,
+            decay=False,
+        )
+        if lora.dora
+        else None,
     )
 
 
 def trainable(value: tree.Tree) -> tree.Tree:
-    """True for `a` and `b` of adapters, which train; False for all other leaves."""
-    return _flags(value, Adapter(True, True, False))
+    """True for `a`, `b` and `magnitude` of adapters, which train; False for all other leaves."""
+    return _flags(value, Adapter(True, True, False, True))
 
 
 def split(value: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
@@ -267,7 +344,7 @@ def split(value: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
 
     `tree.join` puts them together again.
     """
-    return tree.partition(value, _flags(value, Adapter(False, False, False), rest=True))
+    return tree.partition(value, _flags(value, Adapter(False, False, False, False), rest=True))
 
 
 def _flags(value: tree.Tree, flags: Adapter, *, rest: bool = False) -> tree.Tree:
@@ -276,7 +353,14 @@ def _flags(value: tree.Tree, flags: Adapter, *, rest: bool = False) -> tree.Tree
     def is_adapter(node: Any) -> bool:
         return isinstance(node, Adapter)
 
-    return tree.map(lambda node: flags if is_adapter(node) else rest, value, is_leaf=is_adapter)
+    plain = flags._replace(magnitude=None)
+
+    def choose(node: Any) -> Any:
+        if not is_adapter(node):
+            return rest
+        return plain if node.magnitude is None else flags
+
+    return tree.map(choose, value, is_leaf=is_adapter)
 
 
 def attach(params: tree.Tree, adapters: tree.Tree) -> tree.Tree:
@@ -310,7 +394,10 @@ def _concatenate(adapters: list[tuple[Adapter, float]]) -> Adapter:
     first = adapters[0][0]
     stacked = first.scale.dim()
     columns = []
-    for (_, b, scale), weight in adapters:
+    if any(each.magnitude is not None for each, _ in adapters):
+        fix = "merge each into the parameters by itself: lora.merge"
+        refuse("cannot combine adapters", "adapters", "DoRA", "LoRA, which can be summed", fix)
+    for (_, b, scale, _), weight in adapters:
         kind = torch.promote_types(b.dtype, torch.float32)
         factor = (scale.to(kind) * weight).reshape(*scale.shape, *[1] * (b.dim() - stacked))
         columns.append((b.to(kind) * factor).to(b.dtype))
@@ -321,6 +408,11 @@ def _concatenate(adapters: list[tuple[Adapter, float]]) -> Adapter:
 def has_adapters(paths: Iterable[str]) -> bool:
     """Whether some of these paths of leaves are those of adapters."""
     return any(LORA in path.split("/") for path in paths)
+
+
+def has_packed(paths: Iterable[str]) -> bool:
+    """Whether some of these paths of leaves are those of packed matrices."""
+    return any(path.endswith("/w/values") for path in paths)
 
 
 def defs_in(defs: tree.Tree, lora: LoRA | None, paths: Iterable[str]) -> tree.Tree:
@@ -343,43 +435,86 @@ def defs_in(defs: tree.Tree, lora: LoRA | None, paths: Iterable[str]) -> tree.Tr
         title = "the configuration is not that of the checkpoint"
         refuse(title, "lora_rank", "0, for a checkpoint with adapters", "their rank", fix)
     # as it was made, whatever its targets name besides
-    return _add_adapters(defs, replace(lora, targets=tuple(drop_routed(lora.targets, defs))))
+    kept = lora.base if has_packed(paths) else "plain"
+    targets = tuple(drop_routed(lora.targets, defs))
+    return _add_adapters(defs, replace(lora, targets=targets, base=kept))
 
 
 def plain(value: tree.Tree) -> tree.Tree:
-    """`value` (defs, specs or parameters) without adapters: the structure of the model itself."""
+    """`value` (defs, specs or parameters) without adapters: the structure of the model itself.
+
+    Of a packed matrix it has the values alone, whose specs are those of the matrix.
+    """
     if not isinstance(value, Mapping):
         return value
-    return {name: plain(entry) for name, entry in value.items() if name != LORA}
+    return {
+        name: entry.values if isinstance(entry, PackedMatrix) else plain(entry)
+        for name, entry in value.items()
+        if name != LORA
+    }
 
 
-def merge(params: tree.Tree) -> tree.Tree:
+def merge(params: tree.Tree, *, split: bool = False) -> tree.Tree:
     """The parameters of the model itself that compute the same: W + scale A B for each W.
 
     Computed in float32 at least and rounded to W's dtype. Of shards, it is the shard: no
-    collectives, however W is split. Parameters without adapters are themselves.
+    collectives, however W is split, but with DoRA, whose matrices have to be whole. Parameters
+    without adapters are themselves.
 
     Args:
         params: global values or this rank's shards; or leaves that are read where they are indexed
             (`functron.checkpoint.folder.StoredLeaf`), which the results then are as well.
+        split: they are a rank's shards.
+
+    Raises:
+        ValueError: they are shards, and adapters are of DoRA.
     """
+    magnitudes = [path for path in tree.paths(params) if f"{LORA}/magnitude" in path]
+    if split and magnitudes:
+        wanted, fix = (
+            "whole matrices, whose columns have lengths",
+            "functron convert run:RUN hf:OUT",
+        )
+        refuse("cannot merge DoRA", magnitudes[0], "a rank's shards", wanted, fix)
+    return _merge(params)
+
+
+def _merge(params: tree.Tree) -> tree.Tree:
     if not isinstance(params, Mapping):
         return params
-    merged = {name: merge(entry) for name, entry in params.items() if name != LORA}
+    merged = {name: _merge(entry) for name, entry in params.items() if name != LORA}
     if LORA in params:
         w, adapter = params["w"], params[LORA]
 
         def read(index: Any) -> torch.Tensor:
-            return merge_matrix(w[index], Adapter(*(leaf[index] for leaf in adapter)))
+            rows = (None if leaf is None else leaf[index] for leaf in adapter)
+            own = (
+                PackedMatrix(*(part[index] for part in w))
+                if isinstance(w, PackedMatrix)
+                else w[index]
+            )
+            return merge_matrix(own, Adapter(*rows))
 
-        stored = not isinstance(w, torch.Tensor)
-        merged["w"] = LazyLeaf(w, read) if stored else merge_matrix(w, adapter)
+        stored = not isinstance(adapter.a, torch.Tensor)
+        merged["w"] = LazyLeaf(w, read, adapter.a) if stored else merge_matrix(w, adapter)
     return merged
 
 
-def merge_matrix(w: torch.Tensor, adapter: Adapter) -> torch.Tensor:
-    """W + scale A B, in W's dtype; of stacked ones, every layer's."""
+def merge_matrix(w: torch.Tensor | PackedMatrix, adapter: Adapter) -> torch.Tensor:
+    """W + scale A B, in W's dtype; of stacked ones, every layer's. With DoRA, W is whole.
+
+    Of a packed W, in A's dtype.
+    """
+    w = as_numbers(w, adapter.a.dtype)
     stacked = adapter.scale.dim()
+    if adapter.magnitude is not None:
+        if stacked:
+            rows = [Adapter(*each) for each in zip(*adapter, strict=True)]
+            return torch.stack([merge_matrix(*each) for each in zip(w, rows, strict=True)])
+        matrix = w.flatten(0, adapter.a.dim() - 2).flatten(1)
+        growth = find_growth(find_lengths(matrix, adapter), adapter.magnitude)
+        merged = merge_matrix(w.to(growth.dtype), adapter._replace(magnitude=None))
+        return (merged * growth.view(adapter.magnitude.shape)).to(w.dtype)
     kind = torch.promote_types(w.dtype, torch.float32)
     a = adapter.a.to(kind).flatten(stacked, -2)
     b = adapter.b.to(kind).flatten(stacked + 1)
@@ -387,17 +522,26 @@ def merge_matrix(w: torch.Tensor, adapter: Adapter) -> torch.Tensor:
     return (w.to(kind) + (scale * (a @ b)).reshape(w.shape)).to(w.dtype)
 
 
+def find_column_lengths(w: torch.Tensor | PackedMatrix, adapter: Adapter) -> torch.Tensor:
+    """The lengths of a matrix's columns, of stacked ones of every layer's, as magnitudes stand."""
+    kind = torch.promote_types(adapter.a.dtype, torch.float32)
+    w = as_numbers(w, kind)
+    inputs = tuple(range(adapter.scale.dim(), adapter.a.dim() - 1))
+    return torch.linalg.vector_norm(w.to(kind), dim=inputs)
+
+
 @dataclass(frozen=True, eq=False)
 class LazyLeaf:
     """A leaf whose rows are computed when they are indexed, from those of a stored leaf.
 
     Attributes:
-        leaf: has the shape and dtype; its rows are tensors.
+        leaf: has the shape, and the dtype or that of `like`; its rows are tensors.
         read: an index to what is there in its place.
     """
 
     leaf: Any
     read: Callable[[Any], torch.Tensor]
+    like: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -406,7 +550,7 @@ class LazyLeaf:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.leaf.dtype
+        return (self.leaf if self.like is None else self.like).dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.read(index)

@@ -170,8 +170,8 @@ def _scale_queries(config: GPTConfig, block: Any, factor: float) -> dict:
 def _scale_norm(norm: Any, factor: float, zero_centered: bool) -> dict:
     """The parameters of a norm whose result is multiplied by a factor."""
     around = 1.0 if zero_centered else 0.0
-    scaled = {name: _scale(leaf, factor) for name, leaf in norm.items()}
-    return scaled | {"scale": _scale(norm["scale"], factor, around)}
+    own = {"scale": around, "layer_scale": around}
+    return {name: _scale(leaf, factor, own.get(name, 0.0)) for name, leaf in norm.items()}
 
 
 def _scale(leaf: Any, factor: float | torch.Tensor, around: float = 0.0) -> Any:

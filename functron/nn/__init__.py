@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         rms_norm,
         row_parallel,
         stream_positions,
+        xielu_defs,
     )
     from functron.nn.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy, log_softmax
     from functron.nn.mla import Latents, MLAConfig, mla, mla_absorbed, mla_cache, mla_defs

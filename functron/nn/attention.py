@@ -232,6 +232,7 @@ class AttentionConfig:
             rotary positions (MPT; OLMo 1); 0: not clamped.
         qk_norm: RMSNorm on the queries and keys of each head (Dehghani et al. 2023; Qwen3).
         qk_norm_across: that norm is over all heads together (OLMo 2), not of each.
+        qk_norm_last: it comes after rotary positions (Hunyuan), not before.
         zero_centered_norm: norms multiply by 1 + scale, and scales start at 0 (Gemma).
         norm_eps: epsilon of the norms.
         rope_pairs: pairs of rotated dims are dims i and i + half of them, ``"halves"`` (Llama), or
@@ -258,6 +259,7 @@ class AttentionConfig:
     qkv_clip: float = 0.0
     qk_norm: bool = False
     qk_norm_across: bool = False
+    qk_norm_last: bool = False
     zero_centered_norm: bool = False
     norm_eps: float = 1e-6
     rope_pairs: RopePairs = "halves"
@@ -406,8 +408,11 @@ def self_attention(
         q, k, v = _norm_and_rotate(params, heads, config, rope)
     else:
         q, k, v = heads if "qkv" not in params else _split_heads(heads[0])
-        q, k = _norm_heads(params, q, k, config, kernels, axis)
+        if not config.qk_norm_last:
+            q, k = _norm_heads(params, q, k, config, kernels, axis)
         q, k = (_rotate_heads(y, rope, config, kernels) for y in (q, k))
+        if config.qk_norm_last:
+            q, k = _norm_heads(params, q, k, config, kernels, axis)
     q, k, v = (name_columns(y, n, stream, axis) for n, y in zip("qkv", (q, k, v), strict=True))
     if config.score_scale:  # the core divides scores by the root of the width of heads
         q = q * (config.score_scale * math.sqrt(config.head_size))
@@ -435,7 +440,9 @@ def _is_fused(
     heads: list[Tensor], config: AttentionConfig, rope: tuple[Tensor, Tensor] | None, kernels
 ) -> bool:
     """Whether one kernel normalises and rotates: it rotates all dims, and norms single heads."""
-    if rope is None or 2 * rope[0].shape[-1] != config.head_size or config.qk_norm_across:
+    if rope is None or 2 * rope[0].shape[-1] != config.head_size:
+        return False
+    if config.qk_norm_across or config.qk_norm_last:
         return False
     return kernels.takes("qk_norm_rope", *heads[:2], *rope)
 

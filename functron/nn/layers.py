@@ -17,6 +17,8 @@ split; masks of dropout are the same on every mesh.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -27,6 +29,7 @@ from torch.nn import functional as F
 from functron.core import compat, random
 from functron.core.tables import shows_differences
 from functron.core.typing import Float, Int, Key, Tensor
+from functron.nn.packed import PackedMatrix, as_numbers, multiply_packed
 from functron.ops.cross_entropy import check_ids
 from functron.ops.glu import glu, glu_linear, halves
 from functron.ops.grouped_matmul import grouped_matmul
@@ -44,7 +47,7 @@ from functron.ops.norms import (
 from functron.ops.operations import AUTO, Kernels
 from functron.spmd import collectives as lax
 from functron.spmd.axes import AxisNames
-from functron.spmd.params import JOINED, Normal, ParamDef, ones, zeros
+from functron.spmd.params import JOINED, Constant, Normal, ParamDef, ones, zeros
 from functron.spmd.simulate import product
 from functron.spmd.spec import DimCut, P, dim_sizes, entry_axes, fill, part_length, take
 from functron.transforms.capture import is_watched, name_value
@@ -62,12 +65,41 @@ class Adapter(NamedTuple):
         a: ``[*in, rank]``, its leading dims split as w's are.
         b: ``[rank, *out]``, its other dims split as w's are.
         scale: a scalar; a tensor, so that parameters say by themselves what they compute.
-        All three of experts have a leading dim of experts, split as w's is.
+        magnitude: of DoRA (Liu et al. 2024, "Weight-Decomposed Low-Rank Adaptation"), ``[*out]``;
+            None: there is none. Each column of w + scale a b gets the length |w| + magnitude, |w|
+            being that of w's column, and no gradient flows through lengths (section 4.3). As it
+            begins as zero, and PEFT's, which is the length, as |w|, both learn the same.
+        All of experts have a leading dim of experts, split as w's is.
     """
 
     a: Any
     b: Any
     scale: Any
+    magnitude: Any = None
+
+
+def find_lengths(
+    w: Float[Tensor, "inputs outputs"] | PackedMatrix, adapter: Adapter, inner: AxisNames = ()
+) -> Float[Tensor, "both outputs"]:
+    """The lengths of the columns of w, and of those of w + scale a b, in float32 at least.
+
+    Args:
+        w: perhaps a rank's rows, if axes `inner` split them: then one all-reduce of the results.
+    """
+    wide = torch.promote_types(adapter.a.dtype, torch.float32)
+    matrices = (as_numbers(w, wide), *adapter[:3])
+    matrix, a, b, scale = (lax.stop_gradient(x).to(wide) for x in matrices)
+    whole = matrix + scale * (a.flatten(0, -2) @ b.flatten(1))
+    squares = torch.stack([matrix.square().sum(0), whole.square().sum(0)])
+    return lax.psum(squares, inner).sqrt()
+
+
+def find_growth(lengths: Tensor, magnitude: Tensor) -> Tensor:
+    """DoRA's factor of each column: (|w| + magnitude) / |w + scale a b|."""
+    before, after = lengths.unbind(0)
+    none = after == 0
+    grown = (before + magnitude.flatten().to(before.dtype)) / torch.where(none, 1, after)
+    return torch.where(none, 1, grown)
 
 
 def _linear(x: Tensor, w: Tensor, **where: Any) -> Tensor:
@@ -183,25 +215,33 @@ def reduce_partial(
 
 def _product(
     x: Tensor,
-    w: Tensor | Encoded,
+    w: Tensor | Encoded | PackedMatrix,
     lora: Adapter | None,
     matmul: Matmul,
     where: Mapping[str, Any],
 ) -> Tensor:
-    """x w + scale (x a) b for a matrix w ``[in, out]``; w + scale a b is never formed.
+    """x w + scale (x a) b for a matrix w ``[in, out]``; w + scale a b is formed for DoRA alone.
 
     Linear in x and in the rows of w and a, so that it may be any rank's part of a sum.
     """
-    y = matmul.linear(x, w, **where)
+    if isinstance(w, PackedMatrix):
+        assert matmul is MATMUL
+        y = multiply_packed(x, w)
+    else:
+        y = matmul.linear(x, w, **where)
     if lora is None:
         return y
     narrow = x @ lora.a.flatten(0, -2)
-    return y + (narrow * lora.scale.to(narrow.dtype)) @ lora.b.flatten(1)
+    y = y + (narrow * lora.scale.to(narrow.dtype)) @ lora.b.flatten(1)
+    if lora.magnitude is None:
+        return y
+    assert not isinstance(w, Encoded)
+    return y * find_growth(find_lengths(w, lora, where["inner"]), lora.magnitude).to(y.dtype)
 
 
 def column_parallel(
     x: Float[Tensor, "*batch embed"],
-    w: Float[Tensor, "embed *features"] | Encoded,
+    w: Float[Tensor, "embed *features"] | Encoded | PackedMatrix,
     bias: Float[Tensor, "*features"] | None = None,
     lora: Adapter | None = None,
     *,
@@ -215,7 +255,7 @@ def column_parallel(
     Args:
         x: the same on all ranks of the axis (call `gather_sequence` first).
         w: this rank's columns; several feature dims are kept apart. With codes, for `matmul` that
-            read them.
+            read them; or packed.
         lora: a low-rank addition to w, this rank's columns of its b.
         name: of the layer, for `matmul`.
         axis: the mesh axis that splits the columns; () where all ranks have them all.
@@ -234,7 +274,7 @@ def column_parallel(
 
 def row_parallel(
     x: Float[Tensor, "batch whole_seq *features"],
-    w: Float[Tensor, "*features embed"] | Encoded,
+    w: Float[Tensor, "*features embed"] | Encoded | PackedMatrix,
     bias: Float[Tensor, " embed"] | None = None,
     lora: Adapter | None = None,
     *,
@@ -285,7 +325,7 @@ def linear_defs(
     return defs
 
 
-def weights(layer: dict) -> tuple[Tensor | Encoded, Tensor | None, Adapter | None]:
+def weights(layer: dict) -> tuple[Tensor | Encoded | PackedMatrix, Tensor | None, Adapter | None]:
     """The matrix, the bias and the low-rank addition of a linear layer's parameters."""
     return layer["w"], layer.get("b"), layer.get("lora")
 
@@ -312,7 +352,10 @@ def apart(params: dict, matmul: Matmul) -> dict:
 
 def _split_joined(value: Any, count: int) -> list:
     if isinstance(value, Adapter):
-        return [value._replace(b=part) for part in _split_joined(value.b, count)]
+        sides = [_split_joined(value.b, count), [None] * count]
+        if value.magnitude is not None:
+            sides[1] = _split_joined(value.magnitude, count)
+        return [value._replace(b=b, magnitude=m) for b, m in zip(*sides, strict=True)]
     sizes = (value.shape[-2] - count + 1, *[1] * (count - 1))
     parts = value.split(sizes, -2)
     return [x.flatten(-3, -2) if x.shape[-2] > 1 else x.squeeze(-2) for x in parts]
@@ -408,6 +451,28 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
+_XIELU_LINEAR, _XIELU_LAST = 0.5, -1e-6
+
+
+def xielu_defs(dtype: torch.dtype) -> dict:
+    """Defs ``{"positive", "negative"}`` of `xielu`, scalars."""
+    starts = {"positive": 0.8, "negative": 0.8 - _XIELU_LINEAR}
+    return {
+        name: ParamDef((), (), Constant(math.log(math.expm1(start))), dtype, decay=False)
+        for name, start in starts.items()
+    }
+
+
+def xielu(params: dict, x: Tensor) -> Tensor:
+    """a x^2 + x / 2 of positive x, b (e^x - 1 - x) + x / 2 of others (Huang & Schlag 2024).
+
+    a = softplus(positive) and b = 1 / 2 + softplus(negative) are learned (Apertus).
+    """
+    above, below = (F.softplus(params[name].to(x.dtype)) for name in ("positive", "negative"))
+    curved = torch.expm1(x.clamp(max=_XIELU_LAST)) - x
+    return _XIELU_LINEAR * x + torch.where(x > 0, above * x * x, (_XIELU_LINEAR + below) * curved)
+
+
 GATE_UP = (("gate", 1), ("up", 1))
 """The pieces of ``"gate_up"``, in the last dim but one."""
 
@@ -461,7 +526,7 @@ def mlp(
     params: dict,
     x: Float[Tensor, "batch seq embed"],
     *,
-    activation: Activation,
+    activation: Activation | Literal["xielu"],
     stream: P,
     axis: str = "tp",
     kernels: Kernels = AUTO,
@@ -470,7 +535,8 @@ def mlp(
     """y = act(x up) down, or (act(x gate) * (x up)) down where there is a gate (Shazeer 2020).
 
     Args:
-        params: this rank's part of `mlp_defs`.
+        params: this rank's part of `mlp_defs`; with "xielu", which has no gate, those of
+            `xielu_defs` as ``"activation"``.
         x: has spec `stream`, as the result.
         kernels: of ``"glu"``.
         matmul: computes the products. Other ones than torch's keep the gated features for
@@ -481,7 +547,12 @@ def mlp(
     """
     params = apart(params, matmul)
     x = gather_sequence(x, stream, axis)
-    act = ACTIVATIONS[activation]
+    if activation == "xielu":
+        assert "up" in params
+        assert "gate" not in params
+        act = functools.partial(xielu, params["activation"])
+    else:
+        act = ACTIVATIONS[activation]
     w, bias, lora = weights(params["down"])
     narrow: Any = {"stream": stream, "axis": axis, "name": "mlp/down", "matmul": matmul}
 
@@ -498,9 +569,11 @@ def mlp(
         hidden = act(gate) * up
     elif lora is None and matmul is MATMUL:
         assert isinstance(w, Tensor)
+        assert activation != "xielu"
         y = reduce_partial(glu_linear(gate, up, w, activation), stream, axis)
         return y if bias is None else y + bias
     else:
+        assert activation != "xielu"
         hidden = glu(gate, up, activation)
     hidden = name_columns(hidden, "hidden", stream, axis)
     return row_parallel(hidden, w, bias, lora, **narrow)
@@ -517,7 +590,7 @@ def widen(params: dict, linear: Callable[[str], Tensor]) -> tuple[Tensor | None,
     return linear("gate") if "gate" in params else None, up
 
 
-NormKind = Literal["rms", "layer", "bare_layer"]
+NormKind = Literal["rms", "layer", "scaled_layer", "bare_layer"]
 
 
 def norm_defs(
@@ -530,12 +603,15 @@ def norm_defs(
 ) -> dict:
     """Defs ``{"scale"}`` of an RMSNorm, or ``{"scale", "bias"}`` of a LayerNorm, over `size`.
 
-    A "bare_layer" is a LayerNorm without parameters: ``{}``. The scale starts at 1; with
-    `zero_centered` it is what is added to 1, and starts at 0.
+    A "scaled_layer" is a LayerNorm without a bias, ``{"layer_scale"}``, a "bare_layer" one without
+    parameters, ``{}``. The scale starts at 1; with `zero_centered` it is what is added to 1, and
+    starts at 0.
     """
     if kind == "bare_layer":
         return {}
     start = zeros if zero_centered else ones
+    if kind == "scaled_layer":
+        return {"layer_scale": ParamDef((size,), (axis,), start, dtype, decay=False)}
     defs = {"scale": ParamDef((size,), (axis,), start, dtype, decay=False)}
     if kind == "layer":
         defs["bias"] = ParamDef((size,), (axis,), zeros, dtype, decay=False)
@@ -621,12 +697,17 @@ def norm(
 
     Args:
         params: as `norm_defs`; ``{}``: LayerNorm without scale and bias (OLMo; Groeneveld et al.
-            2024), which no kernel computes.
+            2024); ``{"layer_scale"}``: without a bias (Cohere). No kernel computes these two.
         zero_centered: multiply by 1 + scale (Gemma; Megatron's zero-centered gamma).
         kernels: of ``"rms_norm"`` and ``"layer_norm"``.
     """
     if not params:
         return _layer_norm(x, None, None, eps)
+    if "layer_scale" in params:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        around = 1.0 if zero_centered else 0.0
+        scale = params["layer_scale"].to(wide) + around
+        return _layer_norm(x.to(wide), scale, None, eps).to(x.dtype)
     scale, bias, dtype = params["scale"], params.get("bias"), x.dtype
     if kernels.takes("rms_norm" if bias is None else "layer_norm", x, scale, bias):
         if bias is None:

@@ -508,6 +508,9 @@ def _lora_problems(config: TrainConfig, defs: dict) -> Iterator[Problem]:
         if config.parallelism.vocab_over_pp:
             fix = "leave one of them out"
             yield Problem("vocab_over_pp", "true with lora_rank", "all parameters to train", fix)
+        if config.lora.base != "plain" and config.parallelism.uneven:
+            got, fix = f"{config.lora.base} with uneven splits", "leave one of them out"
+            yield Problem("lora_base", got, "ranks that divide whole blocks", fix)
 
 
 def _precision_problems(config: TrainConfig) -> Iterator[Problem]:
@@ -640,7 +643,7 @@ _SIZES = ("seed", "seq", "global_batch", "ramp_up", "earlier_batches")
 """The settings that determine how many samples each step sees."""
 _CHANGED = ("global_batch", "ramp_up")
 """Of these, those that change_batch changes."""
-_LORA = ("lora_rank", "lora_alpha", "lora_targets")
+_LORA = ("lora_rank", "lora_alpha", "lora_targets", "lora_dora", "lora_base")
 
 
 def _resume_problems(config: TrainConfig, recast: bool) -> Sequence[Problem]:

@@ -198,6 +198,7 @@ def _make_adapted_run(path: Path, out: Path, how: Mapping[str, Any]) -> Conversi
         "lora_rank": settings.rank,
         "lora_alpha": settings.alpha,
         "lora_targets": ",".join(settings.targets),
+        "lora_dora": settings.dora,
     }
     kind = read_json(base / CONFIG)["model_type"]
     return _fine_tune(model, params, base, kind, out, **adapters)

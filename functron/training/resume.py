@@ -117,7 +117,14 @@ def _restore_params(
     new: bool,
     recast: bool,
 ) -> tuple[State, tuple[str, ...]]:
-    """An initial state with a checkpoint's parameters, to which `new` adapters are added."""
+    """An initial state with a checkpoint's parameters, to which `new` adapters are added.
+
+    Where the run keeps matrices in 4 bits and the checkpoint does not, they are packed.
+    """
+    if setup.packs and not lora.has_packed(stored):
+        plain = setup.without_packing
+        state, done = _restore_params(stored, plain, key, device, new=new, recast=recast)
+        return setup.init(key.to(device), lora.pack(state.params)), done
     where, params = setup.placement, setup.init(key.to("meta")).params
     if setup.config.optimizer.fp32_masters:  # masters take what is stored in float32
         low = (leaf for leaf in where.leaves if leaf.dtype in optim.LOW_PRECISION)

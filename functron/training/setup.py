@@ -25,7 +25,7 @@ from functron.models import gpt
 from functron.models.config import TextConfig
 from functron.models.decoder import tell_load, with_histories
 from functron.models.family import Family
-from functron.models.lora import lora_defs, trainable
+from functron.models.lora import lora_defs, pack, trainable
 from functron.models.options import ModelOptions
 from functron.nn.moe import MoEConfig
 from functron.nn.moe.room import room_at_least
@@ -61,7 +61,7 @@ from functron.spmd.params import (
     pieces_of,
     weight_mask,
 )
-from functron.spmd.spec import validate, without_axes
+from functron.spmd.spec import dim_axes, validate, without_axes
 from functron.training.config import TrainConfig
 from functron.training.data import target_length
 from functron.training.dealing import Dealer, by_signature, make_dealer, split_degree, take_degree
@@ -420,6 +420,18 @@ class RunSetup:
         """Which parameters are trained: True for all, or a tree of bools."""
         return True if self.config.lora.adapters is None else trainable(defs)
 
+    @property
+    def packs(self) -> bool:
+        """Whether matrices with adapters are kept in 4 bits."""
+        return self.config.lora.adapters is not None and self.config.lora.base != "plain"
+
+    @cached_property
+    def without_packing(self) -> RunSetup:
+        """The set-up of the same run with these matrices as they are."""
+        config = replace(self.config, lora=replace(self.config.lora, base="plain"))
+        whole = with_additions(config, config.family.defs(config.architecture))
+        return replace(self, config=config, whole_defs=whole)
+
     # --- the optimizer and its state
 
     @property
@@ -496,6 +508,8 @@ class RunSetup:
             mesh: another one with the same ranks; None: its own.
         """
         where = self.mesh if mesh is None else mesh
+        if self.packs and params is None and key.device.type != "meta":
+            params = pack(self.without_packing.init(key, mesh=mesh).params)
         make = functools.partial(
             init_state, key, self.defs, self.stored_specs, self.optimizer, where
         )
@@ -946,7 +960,23 @@ def make_setup(config: TrainConfig, mesh: Mesh | BoundMesh, device: str = "") ->
         model = replace(model, fused_projections=True)
     made = RunSetup(config, mesh, with_additions(config, config.family.defs(model)))
     _ = made.rules  # raises where the model cannot run on the mesh
+    if made.packs:
+        raise_problems("cannot split a base in 4 bits", list(_find_split_blocks(made)))
     return made
+
+
+def _find_split_blocks(made: RunSetup) -> Iterator[Problem]:
+    """Packed matrices of which ranks would have parts of blocks."""
+    specs = made.whole_specs
+    rows = zip(tree.paths(specs), tree.leaves(made.whole_defs), tree.leaves(specs), strict=True)
+    for path, d, spec in rows:
+        last = dim_axes(spec, len(d.shape))[-1:] if path.endswith("/w/scales") else ()
+        for axes in last:
+            ranks = math.prod(made.plain_mesh[axis] for axis in axes)
+            if d.shape[-1] % ranks:
+                got = f"{d.shape[-1]} blocks of 32 on {' x '.join(axes)} = {ranks} ranks"
+                fix = "leave it out of lora_targets, or use fewer ranks"
+                yield Problem(path.removesuffix("/scales"), got, "whole blocks on each", fix)
 
 
 def rules_of(config: TrainConfig, mesh: Mesh | BoundMesh) -> Rules:

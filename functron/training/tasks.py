@@ -138,7 +138,7 @@ def make_language_model(
         specs: how they are split; None: as `gpt.rules` has it.
 
     Raises:
-        ValueError: they are split otherwise.
+        ValueError: they are split otherwise, or are shards with DoRA.
     """
     wanted = param_specs(gpt.defs(model), gpt.rules(model, mesh))
     if specs is not None and (found := _select(lora.plain(specs), wanted)) != wanted:
@@ -147,7 +147,8 @@ def make_language_model(
             "cannot evaluate on tasks",
             [Problem(path, str(a), str(b), "leave tasks out") for path, a, b in rows if a != b],
         )
-    plain = _select(lora.merge(params), wanted)
+    split = isinstance(mesh, BoundMesh)
+    plain = _select(lora.merge(params, split=split), wanted)
     return LanguageModel(plain, model, tokenizer, batch_size, mesh=mesh)
 
 

@@ -453,16 +453,16 @@ def test_no_name_of_a_family_is_a_mistake():
 def test_no_family_of_another_architecture_is_proposed():
     """None of all that transformers knows, nor what has another number."""
     known = {name for name in CONFIG_MAPPING_NAMES if name not in FORMATS}
-    for name in sorted({*known, "deepseek_v32", "gpt_neox", "qwen4", "llama2"}):
+    for name in sorted({*known, "deepseek_v32", "gpt_neo", "qwen4", "llama2"}):
         text = refusal({"model_type": name})
         assert "did you mean" not in text, text
-        assert f"'{name}' is not supported; supported: arcee, bert, deepseek_v2, " in text
+        assert f"'{name}' is not supported; supported: apertus, arcee, bert, cohere, " in text
     llava = {"model_type": "llava", "text_config": {"model_type": "pixtral"}}
     llava |= {"vision_config": {"model_type": "siglip_vision_model"}}
     text = refusal(llava)
     assert "did you mean" not in text
     assert "'siglip_vision_model' is not supported; supported: clip_vision_model" in text
-    assert "'pixtral' is not supported; supported: arcee, deepseek_v2, " in text
+    assert "'pixtral' is not supported; supported: arcee, cohere, " in text
 
 
 def test_files(tmp_path):
@@ -517,3 +517,31 @@ def test_models_that_a_family_does_not_have():
         p.path for p in config_problems(gpt.GPTConfig(num_kv_heads=4, tied=True), DECODERS["gpt2"])
     }
     assert gpt2 == {"norm", "positions", "bias", "gated", "num_kv_heads"}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"model_type": "falcon", "alibi": True}, "alibi: got True; wanted False; fix: our model"),
+        (
+            {"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False},
+            "got True, False and 2; wanted parallel layers in the new architecture",
+        ),
+        ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm: got True; wanted False"),
+        ({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm: got True; wanted False"),
+        (
+            {"model_type": "cohere2", "layer_types": ["full_attention"] * 40},
+            "sliding_window and layer_types: got 4096, and layers of other kinds",
+        ),
+        (
+            {"model_type": "hunyuan_v1_moe", "moe_topk": [1, 2]},
+            r"moe_topk: got [1, 2]; wanted the same for all layers",
+        ),
+        (
+            {"model_type": "ministral3", "rope_parameters": {"rope_type": "default"}},
+            "rope_parameters.llama_4_scaling_beta: got None; wanted a number",
+        ),
+    ],
+)
+def test_what_newer_decoders_have_and_ours_lacks(table, message):
+    assert message in refusal(table)

@@ -28,6 +28,9 @@ ALL = list(tiny.CASES)
 FUSED = ("llama-biases", "phi3", "qwen3")
 """Families of which gradients are compared in the other layout of parameters."""
 
+IN_MEMORY = {"embed_out.weight": "lm_head.weight"}
+"""Transformers' names of tensors that files have under another (GPT-NeoX)."""
+
 
 @pytest.fixture(params=ALL)
 def name(request) -> str:
@@ -208,6 +211,7 @@ def test_a_step_of_training_comes_back(name, stored, tmp_path):
     hub.save(tmp_path / "out", config, state.params, like=path)
     back = tiny.read_back(tmp_path / "out")
     named = hub.to_tensors(config, state.params, model.config.model_type)
+    named = {IN_MEMORY.get(key, key): value for key, value in named.items()}
     for key, value in back.state_dict().items():
         if key in named:
             assert torch.equal(value, named[key]), key
@@ -311,3 +315,23 @@ def test_activations_are_those_of_transformers():
     for theirs, name in ACTIVATIONS.items():
         made = ACT2FN[theirs]
         torch.testing.assert_close(ours[name](x), made(x), rtol=1e-6, atol=1e-9)
+
+
+def test_constants_of_xielu_are_those_of_our_code(tmp_path):
+    """They stand in files, where others would be another function."""
+    model = tiny.make("apertus")
+    model.model.layers[1].mlp.act_fn.beta.fill_(0.25)
+    path = tiny.store(model, tmp_path / "model")
+    with pytest.raises(ValueError, match=r"layers.1.mlp.act_fn.beta: got 0.25; wanted 0.5, as in"):
+        hub.load_model(path)
+
+
+def test_dynamic_rope_of_hunyuan_without_alpha(tmp_path):
+    """Plain up to the longest sequence, as transformers has it."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = tiny.make("hunyuan", rope_parameters=rope)
+    config, params = hub.load_model(tiny.store(model, tmp_path / "model"))
+    assert config.rope_theta == 1e4
+    expected = model(tiny.tokens()).logits.detach()
+    got = gpt.forward(config, params, tiny.tokens())[..., : tiny.VOCAB]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())

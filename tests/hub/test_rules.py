@@ -35,6 +35,14 @@ CONFIGS = {
         SMALL, num_kv_heads=0, head_dim=0, norm="layer", activation="gelu_tanh", gated=False,
         bias=True, positions="learned",
     ),
+    "gpt_neox": replace(
+        SMALL, embed_dim=16, num_kv_heads=0, head_dim=0, norm="layer", activation="gelu", gated=False, bias=True,
+        parallel_residual=True, tied=False,
+    ),
+    "falcon": replace(
+        SMALL, embed_dim=16, head_dim=0, norm="layer", activation="gelu", gated=False, parallel_residual=True,
+        bias=True,
+    ),
     "mixtral": replace(SMALL, tied=False, moe=MoEConfig(3, 2, 10, renormalise=True)),
     "qwen3_moe-dense": replace(
         SMALL, qk_norm=True, dense_layers=1, moe=MoEConfig(4, 2, 5, renormalise=True)
@@ -107,7 +115,7 @@ def test_names_are_matched_by_their_rules_alone(case):
     Layers of two stacks have the same names where they have the same parts: the numbers tell.
     """
     name, config, _ = case
-    rules = DECODERS[name].rules
+    rules = DECODERS[name].namings(config)[0]
     found = list(tensors(layouts_of(DECODERS[name], config)))
     names = [layout.name(index) for layout, index in found]
     assert len(names) == len(set(names))
@@ -152,6 +160,22 @@ def test_layouts_by_hand():
     assert bias[24 + 3 * 3 + 2] == attention["v"]["b"][1, 3, 2]
     up = params["blocks"]["mlp"]["up"]["w"]
     assert named["transformer.h.1.mlp.c_fc.weight"][7, 9] == up[1, 7, 9]
+
+    neox = replace(CONFIGS["gpt_neox"], dtype="float64")
+    params = numbered(neox)
+    attention = params["blocks"]["attention"]
+    fused = hub.to_tensors(neox, params, "gpt_neox")
+    fused = fused["gpt_neox.layers.1.attention.query_key_value.weight"]
+    assert fused.shape == (4 * 3 * 4, 16)
+    assert fused[2 * 12 + 4 + 3, 7] == attention["k"]["w"][1, 7, 2, 3]
+    falcon = replace(CONFIGS["falcon"], dtype="float64")  # two query heads for each key head
+    params = numbered(falcon)
+    attention = params["blocks"]["attention"]
+    bias = hub.to_tensors(falcon, params, "falcon")
+    bias = bias["transformer.h.1.self_attention.query_key_value.bias"]
+    assert bias.shape == (2 * 4 * 4,)
+    assert bias[16 + 4 + 3] == attention["q"]["b"][1, 3, 3]
+    assert bias[16 + 12 + 3] == attention["v"]["b"][1, 1, 3]
 
 
 def test_layouts_of_experts_by_hand():
@@ -253,6 +277,24 @@ def test_any_box_of_a_leaf_is_read_from_the_slices_named(data):
     piece = stored[layout.source(part, box)]
     expected = leaf[tuple(slice(*entry) for entry in box)]
     assert torch.equal(layout.to_ours(part, box, piece), expected)
+
+
+@given(st.data())
+def test_any_box_of_a_leaf_in_groups(data):
+    """Queries of which each key head has three, and what stands beside them."""
+    rule = NameRule("x", "(heads head) embed -> embed heads head", ("q", "k", "v"), grouped=True)
+    leaves = [torch.randn(4, heads, 3) for heads in (6, 2, 2)]
+    defs = {
+        n: ft.ParamDef(tuple(x.shape), (None,) * 3, None)
+        for n, x in zip("qkv", leaves, strict=True)
+    }
+    (layout,) = layouts([rule], defs, 0)
+    stored = layout.to_theirs(leaves)
+    assert torch.equal(stored[15 + 3 : 15 + 6].T, leaves[0][:, 4])
+    part, leaf = data.draw(st.sampled_from(list(zip(layout.parts, leaves, strict=True))))
+    box = data.draw(boxes(part.real))
+    got = layout.to_ours(part, box, stored[layout.source(part, box)])
+    assert torch.equal(got, leaf[tuple(slice(*entry) for entry in box)])
 
 
 def test_a_model_that_the_family_has_no_names_for():

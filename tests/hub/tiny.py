@@ -66,6 +66,11 @@ LONG_ROPE = {
 }
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 
+NEOX: dict[str, Any] = {
+    **{name: LLAMA[name] for name in LLAMA if name != "num_key_value_heads"}, **TOKENS,
+}  # fmt: skip
+FALCON = {name: NEOX[name] for name in NEOX if name != "intermediate_size"}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "llama-tied": ("Llama", {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -188,9 +193,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": PARTIAL,
         },
     ),
+    "gpt-neox": ("GPTNeoX", NEOX),
+    "gpt-neox-sequential": (
+        "GPTNeoX",
+        {**NEOX, "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 0.5,
+         "rotary_emb_base": 500.0, "tie_word_embeddings": True},
+    ),
+    "falcon": ("Falcon", FALCON),
+    "falcon-new": ("Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-sequential": (
+        "Falcon",
+        {**FALCON, "bias": True, "multi_query": False, "parallel_attn": False,
+         "ffn_hidden_size": MLP, "tie_word_embeddings": False},
+    ),
+    "phi": ("Phi", {**LLAMA, **TOKENS}),
+    "cohere": ("Cohere", {**LLAMA, **TOKENS, "logit_scale": 0.5}),
+    "cohere2": (
+        "Cohere2",
+        {**LLAMA, **TOKENS, "sliding_window": 4, "logit_scale": 0.5, "layer_types": [
+            "sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "apertus": ("Apertus", {**LLAMA, **TOKENS}),
+    "hunyuan": ("HunYuanDenseV1", {**LLAMA, **TOKENS, "head_dim": 12, "rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 1e4, "alpha": 7.0, "factor": 1.0}}),
+    "ministral3": ("Ministral3", {**LLAMA, **TOKENS, "head_dim": 12, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "llama_4_scaling_beta": 0.4,
+        "original_max_position_embeddings": 4, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", {**GPT2, "n_inner": MLP, "tie_word_embeddings": False}),
-}
+}  # fmt: skip
 """Transformers' name of the family and its settings, by a name for the test."""
 
 DEEPSEEK: dict[str, Any] = {
@@ -283,6 +314,11 @@ MIXTURES |= {
             **LLAMA, **TOKENS, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 12,
             "rotary_dim": 6,
         },
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        {**LLAMA, **TOKENS, "num_experts": 6, "moe_topk": 2, "intermediate_size": 20,
+         "head_dim": 12},
     ),
     "deepseek-v2": (
         "DeepseekV2",

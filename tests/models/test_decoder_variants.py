@@ -56,6 +56,19 @@ MODELS = {
         residual_scale=0.3, logit_scale=2.5,
         rope_scaling=nn.RopeScaling(kind="longrope", factors=(1.5, 4.0), attention_factor=1.2),
     ),
+    "cohere2": replace(
+        BASE, num_kv_heads=4, norm="scaled_layer", zero_centered_norm=True, parallel_residual=True,
+        sublayer_norms="shared", window=5, global_every=3, nope_every=3, tied=True,
+        unembed_bias=True,
+    ),
+    "apertus": replace(
+        BASE, num_kv_heads=4, norm="scaled_layer", activation="xielu", gated=False, qk_norm=True,
+        unembed_bias=True, temperature=0.7, temperature_seq=3,
+    ),
+    "hunyuan": replace(
+        BASE, num_kv_heads=4, qk_norm=True, qk_norm_last=True, temperature=0.3, temperature_seq=2,
+        score_cap=4.0,
+    ),
 }  # fmt: skip
 MESHES = [(Mesh(tp=2), "", "none"), (Mesh(dp=2, tp=8), "sequence-parallel", "full")]
 LONG = [
@@ -143,6 +156,24 @@ def test_capped_logits_cannot_be_made_in_chunks():
         gpt.loss(config, weights, data, ft.ModelOptions(loss_chunk_tokens=4))
 
 
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2)], ids=str)
+def test_a_bias_on_logits_that_are_made_in_chunks(mesh):
+    config = replace(MODELS["apertus"], temperature=0.0, z_loss=1e-2)
+    weights, data, *_ = dense(config)
+    weights["unembed_bias"] = torch.linspace(-1, 1, config.padded_vocab, dtype=torch.float64)
+    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh))
+
+    def run(chunk):
+        def program(weights, data):
+            options = ft.ModelOptions(loss_chunk_tokens=chunk)
+            value, grads = ft.value_and_grad(lambda w: gpt.loss(config, w, data, options))(weights)
+            return value, ft.sync_gradients(grads, specs)
+
+        return ft.shard_map(program, mesh, (specs, ft.P(ft.DATA_AXES)), (ft.P(), specs))
+
+    assert_equal(*run(4)(weights, data), *run(0)(weights, data))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -170,6 +201,11 @@ def test_capped_logits_cannot_be_made_in_chunks():
             {"rope_scaling": nn.RopeScaling(factors=(1.0, 2.0))},
             "factors: got 2 of them; wanted none",
         ),
+        ({"qk_norm_last": True}, "qk_norm_last: got True without qk_norm"),
+        ({"activation": "xielu"}, "activation: got 'xielu' with a gate or experts"),
+        ({"temperature": -1.0}, "temperature: got -1.0; wanted at least 0"),
+        ({"temperature": 0.1, "temperature_seq": 0}, "temperature_seq: got 0; wanted at least 1"),
+        ({"temperature": 0.1, "rope_sections": (1, 1)}, "temperature: got 0.1; wanted 0 where"),
         ({"latent_eps": 1e-5}, "latent_eps: got 1e-05; wanted 0 without kv_rank"),
     ],
 )

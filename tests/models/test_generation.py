@@ -53,6 +53,10 @@ CONFIGS = {
     "parallel": replace(
         BASE, parallel_residual=True, sublayer_norms="shared", residual_scale=0.5, logit_scale=2.0,
     ),
+    "temperatures": replace(
+        BASE, temperature=0.7, temperature_seq=3, qk_norm=True, qk_norm_last=True,
+        norm="scaled_layer", activation="xielu", gated=False, unembed_bias=True,
+    ),
     "experts": replace(BASE, moe=MoEConfig(4, 2, 12), dense_layers=1),
     "fused": replace(BASE, num_heads=8, num_kv_heads=4, qk_norm=True, fused_projections=True),
 }  # fmt: skip

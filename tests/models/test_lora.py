@@ -14,6 +14,7 @@ from functron import Mesh, checkpoint, gpt, hub, lora, optim, random, tree
 from functron.cli import evaluate
 from functron.cli.main import main
 from functron.models.lora import LoRA
+from functron.nn.packed import PackedMatrix
 from functron.optim import OptimizerConfig
 from functron.spmd.params import abstract_params
 from functron.training.config import TrainConfig, configure, dump, load
@@ -136,10 +137,10 @@ def test_low_precision_is_merged_in_float32():
 STEPS = 2
 
 
-def taken(config: TrainConfig):
+def taken(config: TrainConfig, defs=DEFS, start=None):
     mesh = Mesh.parse(config.parallelism.mesh)
     made = make_setup(config, mesh)
-    state = made.init(random.key(1), begun())
+    state = made.init(random.key(1), begun(defs) if start is None else start)
     history = []
     for index in range(STEPS):
         state, metrics = made.step(state, batch(index))
@@ -214,6 +215,117 @@ def test_every_mesh_trains_the_same_adapters(changes, alone):
     for got, want, before, trains in rows:
         close(got, want)
         assert torch.equal(got, before) != trains
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh": "dp=2,tp=2", "sequence_parallel": True, "remat": "full", "zero": 1},
+        {"mesh": "pp=2,fsdp=2", "microbatches": 2},
+        pytest.param({"mesh": "fsdp=2,tp=2", "remat": "full"}, marks=pytest.mark.full),
+        pytest.param({"mesh": "tp=2", "compile": True}, marks=pytest.mark.full),
+    ],
+    ids=lambda changes: "-".join(str(value) for value in changes.values()),
+)
+def test_every_mesh_trains_the_same_lengths(changes):
+    """DoRA: that its steps are PEFT's is tests/hub/test_adapters.py."""
+    run = configure(RUN, lora_dora=True)
+    defs = lora.lora_defs(gpt.defs(RUN.gpt), run.lora.adapters)
+    want, history = taken(run, defs)
+    got, again = taken(configure(run, **changes), defs)
+    close(again, history)
+    rows = zip(tree.paths(defs), tree.leaves(got.params), tree.leaves(want.params), strict=True)
+    for path, one, two in rows:
+        close(one, two)
+        assert "magnitude" not in path or two.abs().max() > 0
+
+
+PACKED_RUN = configure(
+    RUN, gpt=replace(CONFIG, embed_dim=64, head_dim=32, num_heads=2, mlp_dim=64, tied=True),
+    lora_base="mxfp4",
+)  # fmt: skip
+
+
+def unpacked(params):
+    """The same parameters with the numbers of packed matrices, found by the format's definition."""
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    numbers = torch.cat([numbers, -numbers])
+
+    def one(node):
+        if not isinstance(node, PackedMatrix):
+            return node
+        codes = torch.stack([node.values & 15, node.values >> 4], -1).flatten(-2)
+        scales = 2.0 ** (node.scales.double() - 127)
+        return numbers[codes.long()] * scales.repeat_interleave(32, -1)
+
+    return tree.map(one, params, is_leaf=lambda node: isinstance(node, PackedMatrix))
+
+
+def test_a_base_in_four_bits_is_lora_on_its_numbers():
+    """Loss and gradients, the merged model, and the bytes; numbers are the nearest of the format."""
+    adapters = PACKED_RUN.lora.adapters
+    plain = begun(lora.lora_defs(gpt.defs(PACKED_RUN.gpt), replace(adapters, base="plain")))
+    packed = lora.pack(plain)
+    assert tree.paths(packed) == tree.paths(lora.lora_defs(gpt.defs(PACKED_RUN.gpt), adapters))
+    whole = unpacked(packed)
+    w, near = plain["blocks"]["mlp"]["up"]["w"], whole["blocks"]["mlp"]["up"]["w"]
+    largest = w.unflatten(-1, (-1, 32)).abs().amax(-1).repeat_interleave(32, -1)
+    assert ((near - w).abs() <= largest / 3).all()  # half a step of the largest binade, doubled
+    assert (near - w).norm() < 0.15 * w.norm()
+    layer = packed["blocks"]["mlp"]["up"]["w"]
+    assert sum(x.nbytes for x in layer) == w.numel() * 4.25 / 8
+
+    def loss(own, params):
+        weights = tree.join(lora.split(params)[0], own)
+        return gpt.loss(PACKED_RUN.gpt, weights, batch(0))
+
+    both = [ft.value_and_grad(loss)(lora.split(x)[1], x) for x in (packed, whole)]
+    close(both[0][0], both[1][0], 1e-12)
+    for got, want in zip(*(tree.leaves(grads) for _, grads in both), strict=True):
+        close(got, want, 1e-10)
+    for got, want in zip(*(tree.leaves(lora.merge(x)) for x in (packed, whole)), strict=True):
+        close(got, want, 1e-12)
+
+
+def test_the_numbers_of_a_base_in_four_bits_are_made_where_they_are_multiplied():
+    """At the peak there is one matrix of them: activations are those of LoRA, layers however many."""
+    run = configure(PACKED_RUN, gpt__num_layers=6)
+    both = [configure(run, lora_base=base) for base in ("plain", "mxfp4")]
+    plain, packed = (make_setup(each, Mesh()).program().memory() for each in both)
+    assert packed.at_peak["activations"] <= plain.at_peak["activations"]
+    weights = 6 * (4 * 64 * 64 + 3 * 64 * 64)
+    saved = plain.at_rest["parameters"] - packed.at_rest["parameters"]
+    assert saved == weights * 8 - weights * 4.25 / 8
+    assert packed.at_peak["workspace"] - plain.at_peak["workspace"] < 5 * 64 * 64 * 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh": "fsdp=2,tp=2", "remat": "full"},
+        {"mesh": "pp=2,dp=2", "microbatches": 2, "zero": 2, "lora_dora": True},
+        pytest.param({"mesh": "tp=2", "compile": True}, marks=pytest.mark.full),
+        pytest.param({"mesh": "fsdp=2", "gather": "step"}, marks=pytest.mark.full),
+    ],
+    ids=lambda changes: "-".join(str(value) for value in changes.values()),
+)
+def test_every_mesh_trains_on_a_base_in_four_bits(changes):
+    run = configure(PACKED_RUN, lora_dora=changes.get("lora_dora", False))
+    adapters = run.lora.adapters
+    plain = begun(lora.lora_defs(gpt.defs(run.gpt), replace(adapters, base="plain")))
+    start = lora.pack(plain)
+    copies = [tree.map(torch.clone, start) for _ in range(2)]  # steps take them
+    want, history = taken(run, start=copies[0])
+    close(history, taken(configure(run, lora_base="plain"), start=unpacked(start))[1])
+    got, same = taken(configure(run, **changes), start=copies[1])
+    close(same, history)
+    rows = zip(tree.paths(start), *map(tree.leaves, (got.params, want.params, start)), strict=True)
+    for path, one, two, before in rows:
+        assert path.endswith(("/values", "/scales")) == (two.dtype == torch.uint8)
+        if two.dtype == torch.uint8:
+            assert torch.equal(one, before)
+        else:
+            close(one, two)
 
 
 @pytest.mark.parametrize("name", ["muon", "sgd"])
@@ -334,6 +446,37 @@ def test_placement_knows_adapters():
 def test_refusals(wrong, said):
     with pytest.raises(ValueError, match=said):
         lora.lora_defs(gpt.defs(CONFIG), wrong)
+
+
+def test_blocks_of_a_base_in_four_bits_are_whole():
+    run = configure(PACKED_RUN, gpt__mlp_dim=96)
+    with pytest.raises(ValueError, match=r"mlp/up/w: got 3 blocks of 32 on tp = 2 ranks; wanted"):
+        make_setup(run, Mesh(tp=2))
+    narrow, targets = gpt.defs(replace(CONFIG, mlp_dim=48)), ("blocks/mlp/up",)
+    with pytest.raises(ValueError, match=r"mxfp4 of blocks/mlp/up, whose last dim is 48; wanted"):
+        lora.lora_defs(narrow, LoRA(targets=targets, base="mxfp4"))
+    joined = gpt.defs(replace(PACKED_RUN.gpt, fused_projections=True))
+    with pytest.raises(ValueError, match=r"mxfp4 of blocks/attention/qkv, which is joined; wanted"):
+        lora.lora_defs(joined, LoRA(targets=("blocks/attention/*",), base="mxfp4"))
+    model, targets = gpt.PRESETS["mixtral-tiny"], ("blocks/moe/experts/*",)
+    with pytest.raises(ValueError, match="wanted no experts with a base in 4 bits"):
+        lora.lora_defs(gpt.defs(model), LoRA(targets=targets, base="mxfp4"))
+
+
+def test_a_run_from_nothing_packs_its_first_numbers():
+    state = make_setup(PACKED_RUN, Mesh()).init(random.key(1))
+    whole = make_setup(configure(PACKED_RUN, lora_base="plain"), Mesh()).init(random.key(1))
+    packed = lora.pack(whole.params)
+    for got, want in zip(tree.leaves(state.params), tree.leaves(packed), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_experts_have_no_dora():
+    model, targets = gpt.PRESETS["mixtral-tiny"], ("blocks/moe/experts/*", "blocks/attention/*")
+    with pytest.raises(
+        ValueError, match=r"names blocks/moe/experts/.*; wanted no experts with DoRA"
+    ):
+        lora.lora_defs(gpt.defs(model), LoRA(targets=targets, dora=True))
 
 
 def test_everything_wrong_is_said_at_once():

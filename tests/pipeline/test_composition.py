@@ -225,6 +225,27 @@ def table() -> list[Row]:
 TABLE = table()
 
 
+VARIANTS = {
+    "cohere": replace(
+        CONFIG, num_layers=3, norm="scaled_layer", parallel_residual=True, sublayer_norms="shared",
+        tied=True, unembed_bias=True, qk_norm=True, qk_norm_last=True,
+    ),
+    "apertus": replace(
+        CONFIG, num_layers=3, activation="xielu", gated=False, temperature=0.6, temperature_seq=3,
+        unembed_bias=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_options_of_the_decoder(name):
+    config, mesh, schedule = VARIANTS[name], Mesh(pp=2, tp=2), make("1f1b", 2, 4)
+    weights, data, key, value, grads = dense(config, 4)
+    specs = ft.param_specs(gpt.defs(config), gpt.rules(config, mesh))
+    pipeline = decoder(config, schedule, layout_of((2, 1)), stream="sp")
+    assert_equal(sharded(pipeline, mesh, specs)(weights, data, key), (value, grads))
+
+
 def test_the_table_has_every_schedule():
     """With every size that it admits, and all options together with one another."""
     assert {row.name for row in TABLE} == set(NAMES) - {"forward", "dualpipe-half"}  # in STEPS

@@ -475,7 +475,16 @@ FLAT = sorted((Path(__file__).parent / "flat").glob("*.toml"))
 """Files of configurations that functron 0.1 wrote: one of all defaults, one of none."""
 
 
-LATER = {"metrics", "float32_matmul", "expert_room", "uneven", "eval_tasks", "eval_core"}
+LATER = {
+    "metrics",
+    "float32_matmul",
+    "expert_room",
+    "uneven",
+    "eval_tasks",
+    "eval_core",
+    "lora_dora",
+    "lora_base",
+}
 """Short names that there were not in 0.1."""
 LATER_PATHS = {f"tasks.{name}" for name in ("folder", "every", "shots", "limit", "batch")}
 """Settings without a short name that files of 0.1 do not have."""

@@ -371,9 +371,16 @@ def _make_clip_rules(at: str) -> tuple[NameRule, ...]:
 
 
 _LLAVA_DECODERS: Mapping[str, HubFormat] = {
-    name: form for name, form in DECODERS.items() if form.prefix == "model."
+    name: form
+    for name, form in DECODERS.items()
+    if form.prefix == "model." and form.surplus is None and name not in ("granite", "phi")
 }
-"""Those that may be in a LLaVA: with Llama's names of a model's parts."""
+"""Those that may be in a LLaVA: with Llama's names of a model's parts, and no tensors beside ours.
+
+Granite multiplies features of images as it does tokens, and Phi's head has a bias.
+"""
+_OF_HEADS: Mapping[str, Any] = {"logit_cap": 0.0, "logit_scale": 1.0}
+"""Options of decoders' heads that LLaVA's has not, at the values that do nothing."""
 
 
 def _find_decoders(config: LlavaConfig) -> list[HubFormat]:
@@ -484,14 +491,18 @@ def _read_text(table: HubTable, _: Mapping) -> dict:
     found: list[Problem] = []
     values = read_entries(form.entries, form.ignored, inner, found)
     _raise_within(_TEXT[0], found)
-    # the head of transformers' LLaVA does not cap logits, as a Gemma's does
-    return {"text": {name: value for name, value in values.items() if name != "logit_cap"}}
+    # the head of transformers' LLaVA neither caps logits, as a Gemma's does, nor scales them
+    return {"text": {name: value for name, value in values.items() if name not in _OF_HEADS}}
 
 
 def _write_text(config: LlavaConfig) -> dict:
-    if config.text.logit_cap:
-        wanted = "0: logits are not capped in this family"
-        raise EntryError(Problem("text.logit_cap", str(config.text.logit_cap), wanted))
+    found = [
+        Problem(f"text.{name}", str(value), f"{plain:g}: the head of this family does not")
+        for name, plain in _OF_HEADS.items()
+        if (value := getattr(config.text, name)) != plain
+    ]
+    if found:
+        raise EntryError(*found)
     fit = _find_decoders(config)
     if not fit:  # the problems of the nearest format
         found = [config_problems(config.text, form) for form in _LLAVA_DECODERS.values()]

@@ -252,7 +252,8 @@ def _apply_linear(
     own = {"name": f"experts/{name}", **where}
     y = matmul.grouped(rows, layer["w"], sizes, zeros, zeros_back, **own)
     if "lora" in layer:
-        a, b, scale = layer["lora"]
+        a, b, scale, magnitude = layer["lora"]
+        assert magnitude is None  # of experts there is no DoRA
         narrow = grouped_matmul(rows, a, sizes, False, zeros_back)
         b = b * scale.to(b.dtype)[:, None, None]
         y = y + grouped_matmul(narrow, b, sizes, zeros, False)

@@ -507,9 +507,9 @@ def test_a_t5_that_transformers_5_has_tied(tmp_path):
 
 
 DECODERS_OF_LLAVA = [
-    pytest.param(name, marks=[] if name in ("gemma2", "glm") else pytest.mark.full)
+    pytest.param(name, marks=[] if name in ("gemma2", "glm", "cohere") else pytest.mark.full)
     for name in tiny.CASES
-    if not name.startswith("gpt2")
+    if not name.startswith(("gpt", "falcon")) and name not in ("phi", "apertus", "granite")
 ]
 
 
@@ -526,10 +526,17 @@ def test_every_decoder_in_a_llava(name, tmp_path):
         hub.save(tmp_path / out, config, params, like=like)
         back = tiny_others.read_back("llava", tmp_path / out)
         torch.testing.assert_close(tiny_others.theirs("llava", back), expected, **close)
-    for change, got in (("logit_cap", 3.0), ("attention_gate", True)):
+    for change, got in (("logit_cap", 3.0), ("logit_scale", 0.5), ("attention_gate", True)):
         other = replace(config, text=replace(config.text, **{change: got}))
         with pytest.raises(ValueError, match=rf"text.{change}: got {got}; wanted"):
             hub.write_config(other, hub.FORMATS["llava"])
+
+
+@pytest.mark.parametrize("name", ["granite", "phi", "apertus", "falcon"])
+def test_decoders_that_have_no_place_in_a_llava(name):
+    table = {"model_type": "llava", "text_config": {"model_type": name}, "vision_config": {}}
+    with pytest.raises(ValueError, match=rf"text_config.model_type: got '{name}'; wanted a model"):
+        hub.reader.parse(table)
 
 
 @pytest.mark.parametrize("names", [_ACTIVATIONS, _FORWARD_NAMES], ids=["images", "t5"])
