@@ -83,6 +83,24 @@ def guard_functions_under_vmap(refused: Callable[[], bool]) -> None:
             after_dynamo(lambda at=table: at.update({vmap: torch._dynamo.disable(at[vmap])}))
 
 
+@contextlib.contextmanager
+def applying_functions_by(call: Callable[..., Any]) -> Iterator[None]:
+    """Let ``call(cls, apply, operands, named)`` be what autograd Functions do in this with block.
+
+    `apply` is what torch does. No mode of torch sees such a call, only what forward computes.
+    """
+    kept = vars(torch.autograd.Function)["apply"]
+
+    def applied(cls, *operands: Any, **named: Any) -> Any:
+        return call(cls, functools.partial(kept.__func__, cls), operands, named)
+
+    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = kept
+
+
 def _guard_rule(operation: Any, rule: Callable, refused: Callable[[], bool]) -> Callable:
     @functools.wraps(rule)
     def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -30,9 +30,11 @@ from torch.utils import _pytree as pytree
 
 from functron.core import compat, tree
 from functron.core.errors import public
+from functron.core.functions import Function
 from functron.core.scopes import in_phase
+from functron.partitioning.backward import as_pullback
 from functron.program.equations import Block, Equation, Fresh, Scan, Var, contiguous_strides
-from functron.program.recorder import Recorder, active, aside, keeping
+from functron.program.recorder import Recorder, active, aside, keeper, keeping
 from functron.program.trace import Program, trace
 from functron.spmd.axes import Scope, enter, user_line
 from functron.spmd.primitives import Annotate
@@ -41,6 +43,7 @@ from functron.transforms.custom_vjp import custom_vjp, leaves_like
 from functron.transforms.gradient import (
     TensorSlots,
     check_loss,
+    is_differentiated_outside,
     replace_at,
     split_tensors,
     value_and_grad,
@@ -139,6 +142,7 @@ class Keeper(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self._grad = True
+        self.rules_used: list[str] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch._C._set_grad_enabled:
@@ -159,22 +163,91 @@ class Keeper(TorchFunctionMode):
         Raises:
             ValueError: it is in the forward of an autograd Function, whose backward is not known.
         """
+        if compat.current_autograd_node() is not None:  # what a tape without a tape above makes
+            return not torch.is_grad_enabled()
         if self._grad and not torch.is_grad_enabled() and not written_out:
             frame = sys._getframe(1)
             while frame is not None and frame.f_code.co_name not in ("forward", "_call"):
                 frame = frame.f_back
             module = frame.f_globals.get("__name__", "") if frame is not None else ""
+            if module == "torch._functorch.autograd_function":  # in a derivative that is traced
+                return False
             if module not in _KNOWN:
-                raise ValueError(
-                    f"partition: at {user_line()} the function calls a torch.autograd.Function (of "
-                    f"{module or 'an unknown module'}), whose backward no program in global view "
-                    "has; wanted functions that are differentiated as they are written; fix: write "
-                    "it with functron.custom_vjp"
-                )
+                self._refuse_function(module or "an unknown module")
         return not self._grad
+
+    def _refuse_function(self, of: str) -> None:
+        raise ValueError(
+            f"partition: at {user_line()} the function calls a torch.autograd.Function (of {of}), "
+            "whose backward no program in global view has; wanted functions that are "
+            "differentiated as they are written; fix: write it with functron.custom_vjp"
+        )
+
+    def _note_rule(self) -> None:
+        """Of a rule of differentiation that is used up here, as a backward pass is traced."""
+        self.rules_used.append(user_line())
+
+    def apply(self, cls, apply: Callable, operands: tuple, named: Mapping[str, Any]) -> Any:
+        """The results of an autograd Function, which is a custom_vjp; as torch where it is taped.
+
+        Raises:
+            ValueError: it modifies an operand, or differentiates what runs inside, as torch's
+                reentrant checkpoint does.
+        """
+        asked = keeper() is self
+        if asked and cls.__module__ == "torch.utils.checkpoint":
+            raise ValueError(
+                f"partition: at {user_line()} the function calls torch.utils.checkpoint; wanted "
+                "functions that are differentiated as they are written; fix: leave it out, and "
+                'give partition remat={"layers": functron.policies.nothing}, by scopes'
+            )
+        if not asked or issubclass(cls, Function) or named or not self._grad:
+            return apply(*operands, **named)
+        if is_differentiated_outside(cls.forward, operands):
+            self._note_rule()
+            with keeping(None):
+                return apply(*operands)
+        return self._function_vjp(cls, operands)
+
+    def _function_vjp(self, cls, operands: tuple) -> Any:
+        apart = cls.setup_context is not torch.autograd.Function.setup_context
+        moves = tuple(isinstance(x, torch.Tensor) and x.is_floating_point() for x in operands)
+        still: list[int] = []
+
+        def forward(*given):
+            ctx = _FunctionContext(moves)
+            out = cls.forward(*given) if apart else cls.forward(ctx, *given)
+            if apart:
+                cls.setup_context(ctx, given, out)
+            leaves = tree.leaves(out)
+            still[:] = [i for i, x in enumerate(leaves) if any(x is y for y in ctx.still)]
+            return out, vars(ctx)
+
+        def backward(residuals, cotangents):
+            ctx = _FunctionContext(moves)
+            vars(ctx).update(residuals)
+            given = cotangents if isinstance(cotangents, (tuple, list)) else (cotangents,)
+            grads = cls.backward(ctx, *given)
+            grads = tuple(grads) if isinstance(grads, (tuple, list)) else (grads,)
+            return (*grads, *[None] * len(operands))[: len(operands)]
+
+        out = self.custom_vjp(None, forward, backward, operands)
+        leaves, structure = tree.flatten(out)
+        return tree.unflatten(
+            structure, [x.detach() if i in still else x for i, x in enumerate(leaves)]
+        )
 
     def value_and_grad(self, f, positions, has_aux: bool, args, kwargs) -> tuple[Any, tuple]:
         """The value (with what is auxiliary) and the gradients, as fake tensors."""
+        if is_differentiated_outside(f, (args, kwargs)):
+
+            def inside(*args, **kwargs):
+                with keeping(self):
+                    return f(*args, **kwargs)
+
+            with keeping(None):
+                return value_and_grad(inside, positions, has_aux=has_aux)(*args, **kwargs)
+        before = len(self.rules_used)
         chosen = tuple(args[position] for position in positions)
         leaves, structure = tree.flatten(chosen)
         outside = TensorSlots(structure, [], [])
@@ -202,12 +275,15 @@ class Keeper(TorchFunctionMode):
             return differentiated
 
         made = _record_call("value_and_grad", run, leaves, wrap, moving=True)
+        refuse_second_derivatives(self.rules_used[before:])
         value, rest = made[0], made[1 : len(made) - len(leaves)]
         grads = tree.unflatten(structure, made[len(made) - len(leaves) :])
         return ((value, outside.fill(rest)) if has_aux else value), grads
 
     def remat(self, f, policy: RematPolicy, args, kwargs) -> tree.Tree:
         """The results of `f`, as fake tensors."""
+        if is_differentiated_outside(f, (args, kwargs)):  # with what it would have computed again
+            return f(*args, **kwargs)
         tensors, given = split_tensors((args, kwargs))
         returned = given
 
@@ -222,6 +298,12 @@ class Keeper(TorchFunctionMode):
 
     def dispatched(self, run: Callable[..., torch.Tensor], args: tuple) -> torch.Tensor:
         """The experts' results of tokens, as a fake tensor: how tokens travel is decided later."""
+        if is_differentiated_outside(run, args):
+            raise ValueError(
+                f"partition: at {user_line()} experts are differentiated by torch's tape or "
+                "torch.func; wanted functron.value_and_grad, of which partition makes a backward "
+                "of exchanges; fix: differentiate with functron.value_and_grad or functron.grad"
+            )
         recorder, (params, x, *chosen) = active(), args
         assert recorder is not None
         leaves, structure = tree.flatten(params)
@@ -233,6 +315,10 @@ class Keeper(TorchFunctionMode):
 
     def custom_vjp(self, f, forward, backward, args) -> tree.Tree:
         """The results of `forward`, as fake tensors; its backward is traced beside it."""
+        if is_differentiated_outside(forward, args):
+            self._note_rule()
+            with keeping(None):
+                return custom_vjp(f, forward, backward)(*args)
         recorder = active()
         assert recorder is not None
         tensors, given = split_tensors(args)
@@ -268,6 +354,46 @@ class Keeper(TorchFunctionMode):
         )
         results = _describe_values(body.outputs[: len(outs)])
         return returned.fill(recorder.emit(op, [*operands, *both.values()], results))
+
+
+class _FunctionContext:
+    """The ctx of an autograd Function that is recorded with its backward."""
+
+    def __init__(self, moves: tuple[bool, ...]):
+        self.needs_input_grad = moves
+        self.saved_tensors: tuple = ()
+        self.still: tuple = ()
+
+    def save_for_backward(self, *values: Any) -> None:
+        self.saved_tensors = values
+
+    save_for_forward = save_for_backward
+
+    def mark_non_differentiable(self, *values: torch.Tensor) -> None:
+        self.still = values
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass  # cotangents are always numbers
+
+    def mark_dirty(self, *values: torch.Tensor) -> None:
+        raise ValueError(
+            f"partition: at {user_line()} a torch.autograd.Function modifies an operand in place; "
+            "wanted pure functions; fix: return a new tensor"
+        )
+
+
+def refuse_second_derivatives(rules_used: Sequence[str]) -> None:
+    """Refuse to differentiate a traced backward pass in which rules of one's own were used.
+
+    Raises:
+        ValueError: there are some, which the program has forgotten.
+    """
+    if rules_used:
+        raise ValueError(
+            "partition: a gradient is differentiated again, in which a function with a backward of "
+            f"its own was traced, at {rules_used[0]}; wanted its rule, which the trace of that "
+            "gradient has not; fix: take the gradient inside by functron.value_and_grad"
+        )
 
 
 def _apply_rule(
@@ -404,17 +530,19 @@ def fake_leaves(leaves: Sequence[Any], shapes: Sequence[Any]) -> list:
         ]
 
 
-def global_program(fn: Callable, args: tuple) -> tuple[Program, list[P]]:
+def global_program(fn: Callable, args: tuple) -> tuple[Program, list[P], list[str]]:
     """The program of a function of whole values, with calls of transforms, and its constraints.
 
-    Arguments are fake tensors, and static values.
+    Arguments are fake tensors, and static values. Then the lines where it differentiates by rules
+    that the program does not have any more; see `refuse_second_derivatives`.
     """
     pins: list[P] = []
     token = _pins.set(pins)
     try:
-        keeper = Keeper()
-        with aside(), enter(Scope()), torch.enable_grad(), keeper, keeping(keeper):
-            return trace(fn, simulate=True)(*args), pins
+        keep = Keeper()
+        functions = compat.applying_functions_by(keep.apply)
+        with aside(), enter(Scope()), torch.enable_grad(), keep, keeping(keep), functions:
+            return trace(fn, simulate=True)(*args), pins, keep.rules_used
     finally:
         _pins.reset(token)
 
@@ -534,6 +662,8 @@ def _inline_block(block: Block, fresh: Fresh) -> Block:
             equation.name == "convolution" and equation.args[2] is not None
         ):
             equations += _split_bias(equation, fresh)
+        elif (pulled := as_pullback(equation, fresh)) is not None:
+            equations.append(pulled)
         else:
             equations.append(equation)
     return replace(block, equations=tuple(equations))

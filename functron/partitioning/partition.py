@@ -6,14 +6,15 @@ result is a mapped function as of `shard_map`: the same equations on shards, wit
 `functron.lax` between them. It simulates under vmap, differentiates, traces to a
 `functron.Program`, compiles, and runs on processes as a program written by hand does.
 
-A gradient is that of the partitioned function, not the partition of a traced gradient: a call of
-`functron.value_and_grad` in the function stays whole in the trace, its function is partitioned, and
-the per-rank program is differentiated. Backward then has the transposes of the collectives in
-forward, as in handwritten programs, and needs no rules of its own; but a sum is not transposed to a
-sum where its cotangents are known to be equal on all ranks. Gradients come as partial sums over all
-axes that do not split the parameter, and the update follows by the same rules: a norm of them or a
-sum with replicated moments is an all-reduce, moments that are split over data axes (ZeRO) a
-reduce-scatter, and parameters that are not are gathered at the end.
+A gradient by functron is that of the partitioned function: a call of `functron.value_and_grad` in
+the function stays whole in the trace, its function is partitioned, and the per-rank program is
+differentiated. Backward then has the transposes of the collectives in forward, as in handwritten
+programs; but a sum is not transposed to a sum where its cotangents are known to be equal on all
+ranks. Gradients come as partial sums over all axes that do not split the parameter, and the update
+follows by the same rules: a norm of them or a sum with replicated moments is an all-reduce, moments
+that are split over data axes (ZeRO) a reduce-scatter, and parameters that are not are gathered at
+the end. A backward pass that torch makes in the function is a part of the trace, whose operations
+have rules as all others (`backward`).
 
 Two operations have per-rank programs written by hand where their dims are split: attention of a
 sequence that stays split, if it is annotated (`functron.nn.context_attention`), and experts, which
@@ -46,6 +47,7 @@ from functron.partitioning.global_view import (
     inline_views,
     pin_scope_results,
     recompute_scopes,
+    refuse_second_derivatives,
     scopes_text,
 )
 from functron.partitioning.placement import (
@@ -121,7 +123,8 @@ def partition(
     Args:
         fn: a function of whole values, without collectives; positional arguments only. `constrain`
             in it says where a value must lie. It may call `functron.value_and_grad`, `grad`,
-            `remat` and `scan`, and other code that `functron.trace` can trace.
+            `remat` and `scan`, and other code that `functron.trace` can trace, such as
+            `torch.func.grad`, in which `remat` is left out.
         in_specs: a prefix tree of specs for the tuple of arguments; None: static. Dims that are
             `functron.Uneven` are gathered before anything is computed, and results' dims are cut
             after everything; nothing between is split unevenly.
@@ -310,6 +313,7 @@ class Partitioned(MappedFunction):
         constants = [x.detach() for x in made.constants]
         # differentiated from outside, gradients in the function are differentiated a second time
         once = not will_be_differentiated(leaves)
+        refuse_second_derivatives(() if once else made.rules_used)
         results = iter(run_plan(made.plan, made.sizes, once, *leaves, *constants))
         outputs = [next(results) if isinstance(o, Var) else o for o in made.plan.block.outputs]
         out = tree.unflatten(made.out_structure, outputs)
@@ -344,7 +348,7 @@ class Partitioned(MappedFunction):
     def _plan(self, leaves, looks, structure, specs) -> _FunctionPlan:
         fakes = fake_leaves(leaves, [look[0] for look in looks])
         with refusing_tracked(self.name, self.fn, aside=True):
-            program, pins = global_program(self.fn, tree.unflatten(structure, fakes))
+            program, pins, rules_used = global_program(self.fn, tree.unflatten(structure, fakes))
         mesh = self.mesh.mesh
         block = self._recompute(self._constrain(inline_views(program.block), pins))
         raise_problems(
@@ -366,7 +370,7 @@ class Partitioned(MappedFunction):
         plan = plan_block(block, settings, inputs, self._pin_outputs(program, mesh, sizes))
         _check_travel(plan, [axis for axis in self._attention if axis in sizes], self.name)
         plan = with_gathers_together(with_equal_cotangents(plan, sizes), sizes)
-        return _FunctionPlan(plan, program, settings, self._given)
+        return _FunctionPlan(plan, program, settings, self._given, tuple(rules_used))
 
     def _constrain(self, block: Block, pins: list[P]) -> Block:
         """`block`, with the results of the scopes of `constraints` constrained."""
@@ -424,10 +428,19 @@ class _FunctionPlan:
 
     Attributes:
         constants: tensors that the function closes over.
+        rules_used: see `global_program`.
         out_structure, out_specs: of its results.
     """
 
-    def __init__(self, plan: LocalBlock, program: Program, settings: PartitionSettings, out_specs):
+    def __init__(
+        self,
+        plan: LocalBlock,
+        program: Program,
+        settings: PartitionSettings,
+        out_specs,
+        rules_used: tuple[str, ...],
+    ):
+        self.rules_used = rules_used
         self.plan, self.settings, self.out_structure = plan, settings, program.out_structure
         self.sizes = sizes = settings.sizes
         self.constants = [i.value for i in program.inputs if i.value is not None]

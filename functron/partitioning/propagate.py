@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from functron.partitioning import shards
+from functron.partitioning.backward import BACKWARD, Pullback, pull_back_rule
 from functron.partitioning.global_view import TransformCall
 from functron.partitioning.placement import (
     SUM,
@@ -101,7 +102,9 @@ class PartitionSettings:
         Raises:
             ValueError: there is none.
         """
-        found = rule_of(equation, self.rules)
+        if isinstance(equation.op, Pullback):
+            return pull_back_rule(equation, self.rule(equation.op.forward))
+        found = rule_of(equation, self.rules if equation.name in self.rules else BACKWARD)
         if found is not None:
             return found
         if self.fallback == "replicate":
@@ -592,6 +595,10 @@ def _place_outputs(outputs: Sequence[ValuePlacement | None]) -> list[ValuePlacem
     return [placement or ValuePlacement(()) for placement in outputs]
 
 
+def _has(labels: Labels, letter: str) -> bool:
+    return any(letter in letters for letters in labels)
+
+
 class AxisChoice:
     """The axes of the letters of one equation, decided axis by axis."""
 
@@ -617,14 +624,18 @@ class AxisChoice:
             ValuePlacement(self._dims(labels), passing if i in linear else ())
             for i, labels in enumerate(self.rule.operands)
         )
+        results = tuple(
+            ValuePlacement(self._dims(row), self._sums(row)) for row in self.rule.results
+        )
+        return operands, results, self.letters
+
+    def _sums(self, labels: Labels) -> tuple[tuple[str, Reduction], ...]:
+        """How ranks hold parts of a result: of combined letters that it lacks, and what passes."""
         sums: dict[str, Reduction] = dict(self.passing)
         for letter, kind in self.rule.combined.items():
-            for digit in self.letters.get(letter, ()):
+            for digit in self.letters.get(letter, ()) if not _has(labels, letter) else ():
                 sums[digit.axis] = kind
-        partial: tuple[tuple[str, Reduction], ...]
-        partial = tuple((axis, sums[axis]) for axis in self.sizes if axis in sums)
-        results = tuple(ValuePlacement(self._dims(row), partial) for row in self.rule.results)
-        return operands, results, self.letters
+        return tuple((axis, sums[axis]) for axis in self.sizes if axis in sums)
 
     def _dims(self, labels: Labels) -> tuple[Digits, ...]:
         sizes = self.rule.sizes
@@ -713,6 +724,9 @@ class AxisChoice:
                 slot = self._innermost(axis, letter)
                 if slot is not None and self.rule.is_kept(letter):
                     return slot
+        wished = self._wanted_slot(axis)  # of a dim that no operand has, such as of a table
+        if wished and not any(_has(labels, wished[0]) for labels in self.rule.operands):
+            return wished
         return None
 
     def _passes(self, axis: str, partial: frozenset[int], kinds: Mapping) -> bool:
@@ -785,6 +799,8 @@ class AxisChoice:
         if slot is not None and slot[0] in self.rule.combined:
             op = f"p{self.rule.combined[slot[0]]}"
             for var, labels in zip(self.equation.results, self.rule.results, strict=True):
+                if _has(labels, slot[0]):
+                    continue
                 split = [d.axis for dim in labels for x in dim for d in self.letters.get(x, ())]
                 ranks = math.prod(self.sizes[name] for name in split if name != axis)
                 total += price(op, axis, var.nbytes // ranks)

@@ -45,7 +45,7 @@ class PartitionRule:
         operands: the letters of every tensor among the arguments, in order (`Equation.operands`).
         results: of every tensor that it returns (`Equation.results`).
         sizes: of the letters.
-        combined: letters that results lack, with how the results of ranks that hold parts combine.
+        combined: letters that some results lack, with how these of ranks that hold parts combine.
         inside: letters that results lack, which `run` combines itself.
         whole: letters that no axis may split.
         only: letters that no axes but these may split.
@@ -627,7 +627,10 @@ def _index(equation: Equation) -> PartitionRule:
 
 
 def _index_put(equation: Equation) -> PartitionRule | None:
-    """Writes at indices, along dims that are whole; by one boolean mask, of any dims."""
+    """Writes at indices, along dims that are whole; by one boolean mask, of any dims.
+
+    Of values that are added ranks may have parts.
+    """
     _, *found, values = equation.operands
     if any(index.dtype in (torch.bool, torch.uint8) for index in found):
         return _mask_put(equation)
@@ -635,12 +638,16 @@ def _index_put(equation: Equation) -> PartitionRule | None:
     (rows,) = read.results
     shape = [read.sizes[row[0]] if row else 1 for row in rows]
     kept = {letter for row in rows for letter in row if letter.startswith("x")}
+    added = bool(_argument(equation, "accumulate"))
+    places = [letter for letter in read.sizes if letter.startswith("i") and added]
     return PartitionRule(
         (*read.operands, _align_labels(values, shape, rows)),
         read.operands[:1],
         read.sizes,
-        whole=frozenset(read.sizes) - kept,
+        dict.fromkeys(places, "sum"),
+        whole=frozenset(read.sizes) - kept - {*places},
         linear=(frozenset({0, 1 + len(found)}),),
+        run=shards.index_add_rows if added else None,
     )
 
 

@@ -117,7 +117,7 @@ def search(
     specs = tree.broadcast_prefix(tuple(in_specs), args, is_leaf=is_spec, what="in_specs")
     rows = [(x, s) for x, s in zip(leaves, specs, strict=True) if isinstance(x, torch.Tensor)]
     fakes = fake_leaves(leaves, [getattr(x, "shape", ()) for x in leaves])
-    program, pins = global_program(fn, tree.unflatten(structure, fakes))
+    program, pins, _ = global_program(fn, tree.unflatten(structure, fakes))
     block = inline_views(program.block)
     _refuse_calls(block)
     own = [i.var for i in program.inputs if i.role == "argument"]

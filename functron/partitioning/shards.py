@@ -13,7 +13,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -25,15 +25,18 @@ from functron.core.functions import Function
 from functron.nn import context
 from functron.ops import Op
 from functron.ops import attention as attention_ops
+from functron.ops.cross_entropy import check_ids
 from functron.ops.glu import GLU, GLU_PACKED
 from functron.ops.moe import look_up
 from functron.ops.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from functron.partitioning.placement import Digits, Sizes
 from functron.program.callbacks import repeat_effect
-from functron.program.equations import Equation
+from functron.program.equations import Equation, Var
+from functron.program.recorder import map_only
 from functron.spmd import collectives as lax
 from functron.spmd.mesh import STANDARD_AXES
 from functron.spmd.spec import P
+from functron.transforms.gradient import rule_vjp
 from functron.transforms.policies import checkpoint_name
 
 _aten = torch.ops.aten
@@ -348,6 +351,84 @@ def rms_norm(site: EquationSite, x, dims, axes, normalized_shape, weight=None, e
     return (x * scale if weight is None else x * scale * weight), scale
 
 
+def layer_norm_backward(site: EquationSite, grad, x, shape, mean, scale, weight, bias, wanted):
+    """The gradients of `layer_norm`; those of vectors are of this rank's rows."""
+    dims = dims_of(site.equation)
+    axes = [name for dim in dims for name in site.split(0, dim)]
+    if not axes:
+        return site.op(grad, x, shape, mean, scale, weight, bias, wanted)
+    y = (x - mean) * scale
+    moved = grad if weight is None else grad * weight
+    sums = torch.stack([moved.sum(dims, keepdim=True), (moved * y).sum(dims, keepdim=True)])
+    means = _total(sums, axes) / math.prod(shape)
+    rows = list(range(dims[0]))
+    into_weight = (grad * y).sum(rows) if rows else grad * y
+    return scale * (moved - means[0] - y * means[1]), into_weight, grad.sum(rows) if rows else grad
+
+
+def rms_norm_backward(site: EquationSite, grad, x, shape, scale, weight, wanted):
+    """The gradients of `rms_norm`; that of the vector is of this rank's rows."""
+    dims = dims_of(site.equation)
+    axes = [name for dim in dims for name in site.split(0, dim)]
+    if not axes:
+        return site.op(grad, x, shape, scale, weight, wanted)
+    y = x * scale
+    moved = grad if weight is None else grad * weight
+    mean = _total((moved * y).sum(dims, keepdim=True), axes) / math.prod(shape)
+    rows = list(range(dims[0]))
+    return scale * (moved - y * mean), (grad * y).sum(rows) if rows else grad * y
+
+
+@_along_split
+def softmax_backward(site: EquationSite, grad, dims, axes, output, dim, input_dtype):
+    """The gradient of `softmax` along a dim that may be split."""
+    total = _total((grad * output).sum(dims, keepdim=True), axes)
+    return (output * (grad - total)).to(input_dtype)
+
+
+@_along_split
+def log_softmax_backward(site: EquationSite, grad, dims, axes, output, dim, input_dtype):
+    """The gradient of `log_softmax` along a dim that may be split."""
+    return (grad - output.exp() * _total(grad.sum(dims, keepdim=True), axes)).to(input_dtype)
+
+
+def put_in_zeros(site: EquationSite, grad, sizes, *args, **kwargs):
+    """What was taken of a value, where it was, among zeros of the shape of this rank's part."""
+    return site.op(grad, site.shapes[0], *args, **kwargs)
+
+
+def convolution_backward(site: EquationSite, grad, x, weight, bias_sizes, *args):
+    """The gradients of a convolution: of this rank's samples, and of its channels.
+
+    That of the bias is by itself: it is the same on ranks that have other channels of x.
+    """
+    *options, wanted = args
+    sizes = bias_sizes and [grad.shape[1]]
+    into_x, into_weight, _ = site.op(grad, x, weight, sizes, *options, [*wanted[:2], False])
+    rows = [0, *range(2, grad.dim())]
+    return into_x, into_weight, grad.sum(rows) if wanted[2] else None
+
+
+def pull_back(run: RunShard, op: Any, site: EquationSite, cotangent, *operands):
+    """The cotangents of the first operands of what `run` computes, which is computed again.
+
+    Args:
+        op: a `functron.partitioning.backward.Pullback`.
+    """
+    forward, count = op.forward, op.num_moving
+    shapes = [tuple(cotangent.shape)]
+    inner = replace(site, equation=forward, operands=site.operands[1:], shapes=shapes)
+
+    def again(*moving):
+        values = iter((*moving, *operands[count:]))
+        given = forward.args, dict(forward.kwargs)
+        args, kwargs = map_only(Var, lambda _: next(values), given)
+        return run(inner, *args, **kwargs)[0]
+
+    _, pull = rule_vjp(again, *operands[:count])
+    return pull(cotangent)
+
+
 def _mask_rows(values: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
     return torch.where(here, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
@@ -358,7 +439,11 @@ def _look_up(site: EquationSite, letter: str, ids, read: Callable, *, after: int
     Args:
         letter: that `ids` are places in.
         after: the dims of results after those of `ids`.
+
+    Raises:
+        ValueError: an id is in no rank's; see `check_ids`.
     """
+    check_ids(ids, f"indices of {site.equation.name}", site.sizes[letter])
     local, here = site.local(ids, letter)
     return _mask_rows(read(torch.where(here, local, 0)), here.reshape(*here.shape, *(1,) * after))
 
@@ -374,11 +459,23 @@ def embedding(site: EquationSite, weight, ids, padding_idx=-1, *args, **kwargs):
     if not site.names(letters):
         rows = look_up(weight, ids, whole=True)
     else:
+        check_ids(ids, "indices of embedding", site.sizes[letters[0]])  # a rank has zeros for them
         local, here = site.local(ids, letters[0])
         rows = look_up(weight, torch.where(here, local, -1))
     if padding_idx < 0:
         return rows
     return torch.where((ids == padding_idx).unsqueeze(-1), lax.stop_gradient(rows), rows)
+
+
+def embedding_backward(site: EquationSite, grad, ids, num_weights, padding_idx, scale_grad_by_freq):
+    """The gradient of this rank's part of a table, from its ids."""
+    if not site.names(["v0"]):
+        return site.op(grad, ids, num_weights, padding_idx, scale_grad_by_freq)
+    local, here = site.local(ids, "v0")
+    here = here & (ids != padding_idx)
+    rows = _mask_rows(grad, here.unsqueeze(-1)).flatten(0, -2)
+    table = grad.new_zeros(site.shapes[0])
+    return table.index_add(0, torch.where(here, local, 0).flatten(), rows)
 
 
 def embedding_bag(site: EquationSite, *args, **kwargs):
@@ -407,6 +504,15 @@ def index(site: EquationSite, x, *args: Any, **kwargs):
     ids = torch.where(ids < 0, ids + site.sizes[letters[0]], ids)
     before, after = (slice(None),) * dim, x.dim() - 1 - dim
     return _look_up(site, letters[0], ids, lambda here: x[(*before, here)], after=after)
+
+
+def index_add_rows(site: EquationSite, x, indices, values, accumulate):
+    """x with values added at indices, of which ranks may have parts: x itself counts once."""
+    letters = [letter for row in site.operands[1:] for dim in row for letter in dim]
+    axes = dict.fromkeys(site.names([each for each in letters if each.startswith("i")]))
+    for axis in axes:
+        x = _mask_rows(x, torch.as_tensor(lax.axis_index(axis) == 0, device=x.device))
+    return site.op(x, indices, values, accumulate)
 
 
 def mask_put(site: EquationSite, x, indices, values, accumulate=False):
@@ -489,6 +595,21 @@ def nll_loss(site: EquationSite, x, target, weight, reduction, ignore_index, lse
     axes = site.names([letter for row in labels[:-1] for letter in row])
     total, count = _total(losses.sum(), axes, site.equal), _total(weights.sum(), axes)
     return (total / count if reduction == 1 else total), count
+
+
+def nll_loss_backward(
+    site: EquationSite, grad, x, target, weight, reduction, ignore_index, total_weight
+):
+    """The gradient of `nll_loss`, at targets that are in this rank's part of a vocabulary."""
+    letters = site.operands[1][-1]
+    if not site.names(letters):
+        return site.op(grad, x, target, weight, reduction, ignore_index, total_weight)
+    counts = target != ignore_index
+    local, here = site.local(torch.where(counts, target, 0).unsqueeze(-1), letters[0])
+    here = here & counts.unsqueeze(-1)
+    share = grad / total_weight if reduction == 1 else grad
+    share = share.unsqueeze(-1).expand(here.shape)
+    return torch.zeros_like(x).scatter(-1, torch.where(here, local, 0), _mask_rows(-share, here))
 
 
 def attention(site: EquationSite, *args, **kwargs):

@@ -58,16 +58,24 @@ from functron.spmd.axes import user_line
 from functron.spmd.simulate import BRANCHES, DRAWS, READS, explain
 
 
+def _find_overload(packet: Any, func: torch._ops.OpOverload) -> Any:
+    """The overload that takes what `func` takes, by its name or another; None where none does."""
+    wanted = [(x.name, str(x.type)) for x in func._schema.arguments]
+    for name in sorted(packet.overloads(), key=func._overloadname.__ne__):
+        found = getattr(packet, name)  # pow.Scalar, for one, is of a number to a tensor
+        if [(x.name, str(x.type)) for x in found._schema.arguments] == wanted:
+            return found
+    return None
+
+
 def functional_form(func) -> Any:
     """``aten.add.Tensor`` for ``aten.add_.Tensor``; None where none gives the same shape."""
     namespace, name = func._schema.name.split("::")
     if not name.endswith("_") or name.endswith("__"):
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    overload = func._overloadname
-    if packet is None or overload not in packet.overloads():
+    if packet is None or (found := _find_overload(packet, func)) is None:
         return None
-    found = getattr(packet, overload)
     changed = [
         each for each in func._schema.arguments if each.alias_info and each.alias_info.is_write
     ]
@@ -171,6 +179,8 @@ def _result_memory(func: Any) -> Literal["new", "view", "other"]:
 
 
 _aten = torch.ops.aten
+_UNTAPED = {getattr(_aten, f"logical_{name}_").default for name in ("and", "or", "xor", "not")}
+"""Writes that torch's tape takes no note of: they leave the derivative of what they overwrite."""
 _GROUPED_MM = _aten._grouped_mm.default
 _EXPERTS = (
     'for experts of transformers model.config._experts_implementation = "batched_mm", or a '
@@ -652,7 +662,7 @@ class Recorder(TorchDispatchMode):
                 result = self._convert(result, target)
         base = self._bases.get(target.untyped_storage()._cdata)
         if base is None or self._vars[id(base)][1] is self._vars[id(target)][1]:
-            result = self._keep_derivative(target, target, self._match_layout(result, target))
+            result = self._keep_derivative(target, target, self._match_layout(result, target), func)
             self._rename(target, result, func)
             return
         self._check_window(target, base, func)
@@ -662,7 +672,7 @@ class Recorder(TorchDispatchMode):
             memory = write_view(as_memory(base, base), result, place)
             whole = as_value(memory, base)
         new = self._match_layout(whole, base)
-        taped = self._keep_derivative(target, base, new)
+        taped = self._keep_derivative(target, base, new, func)
         shown = self._vars[id(result)][1]
         self._rename(base, taped, func)
         # the result itself, where no view of the whole has its numbers, or its derivative
@@ -672,13 +682,13 @@ class Recorder(TorchDispatchMode):
             self._vars[id(target)] = (target, shown)
             self._detached.discard(id(target))
 
-    def _keep_derivative(self, target, base, new: torch.Tensor) -> torch.Tensor:
+    def _keep_derivative(self, target, base, new: torch.Tensor, func) -> torch.Tensor:
         """`new`, with the derivative that what `base` shows has after a write to `target`.
 
-        Where torch's tape does not see the write, in a ``no_grad`` or through a detached tensor,
-        the derivative stays that of the old value.
+        Where torch's tape does not see the write, in a ``no_grad``, through a detached tensor, or
+        by an operation that it takes no note of, the derivative stays that of the old value.
         """
-        stops = self._stops_gradients()
+        stops = self._stops_gradients() or (keeper() is not None and func in _UNTAPED)
         moves = new.is_floating_point() or new.is_complex()
         if not moves or not (stops or id(target) in self._detached):
             return new

@@ -23,11 +23,21 @@ def step(params, x):
     )
 
 
+def by_torch(params, x):
+    """The same, whose backward pass is traced."""
+    grads, value = torch.func.grad_and_value(
+        lambda p: (torch.relu(x @ p["up"]) @ p["down"]).square().mean()
+    )(params)
+    return value, grads
+
+
 dist.init_process_group("gloo")
 mesh = ft.Mesh(dp=2, tp=2).bind()
-mapped = ft.partition(step, mesh, (SPECS, P("dp")), (P(), SPECS))
+mapped, traced = (
+    ft.partition(each, mesh, (SPECS, P("dp")), (P(), SPECS)) for each in (step, by_torch)
+)
 local = ft.shard(PARAMS, SPECS, mesh), ft.shard(X, P("dp"), mesh)
-for run in (mapped, ft.jit(mapped, backend="eager")):
+for run in (mapped, ft.jit(mapped, backend="eager"), traced, ft.jit(traced)):
     loss, grads = run(*local)
     torch.testing.assert_close((loss, ft.gather(grads, SPECS, mesh)), step(PARAMS, X))
 print("equal", flush=True)

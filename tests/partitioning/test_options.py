@@ -1,12 +1,18 @@
 """Options of operations: each with a value that is not its default, on shards as torch has it.
 
 A rule says what a rank computes, and may forget what an operation was called with. `CALLS` has every
-operation of `rules.TABLE` that takes options; what is computed and every gradient are torch's.
+operation of `rules.TABLE` that takes options, and `WRITES` every one that writes in place; what is
+computed and every gradient are torch's, or partition refuses in words. ``--full`` takes all splits
+of operands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import random
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +21,9 @@ from torch.nn import functional as F
 
 import functron as ft
 from functron import P
+from functron.partitioning.backward import BACKWARD
 from functron.partitioning.rules import TABLE
+from tests.partitioning.test_rules import CASES
 
 Call = Callable[..., torch.Tensor]
 DTYPE, F32 = torch.float64, torch.float32
@@ -201,7 +209,11 @@ CALLS: Mapping[str, list[Call]] = {
         lambda x, y: torch.addcmul(x, x, y, value=0.5) + torch.addcdiv(x, y, y + 9, value=2),
         lambda x, y: torch.nan_to_num(x.detach() / (y > 0), nan=0.5, posinf=2.0, neginf=-1.0),
         lambda x, y: torch.lerp(x, y, 0.3) + x.round(decimals=1),
+        lambda x, y: x.sigmoid() + y.tanh() + F.silu(x) + F.mish(y) + (x.sigmoid() / 2).logit(0.1),
+        lambda x, y: F.hardsigmoid(x) + F.hardsigmoid(y * 2),
     ],
+    "logcumsumexp": [lambda x, y: x.logcumsumexp(-1)],
+    "unfold": [lambda x, y: x.unfold(1, 2, 2) * 2],
 }
 
 NONE = {
@@ -212,6 +224,19 @@ NONE = {
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 }  # fmt: skip
+
+ELSEWHERE = NONE | {
+    # traced as others, on CPUs or always
+    "_fused_rms_norm", "_fused_rms_norm_backward", "_reshape_alias", "add_rms_norm", "alias",
+    "argsort", "chunk", "conj", "contiguous", "lift_fresh_copy", "narrow", "positive", "real",
+    "reshape", "zero", "floor_divide",
+    # by torch's tape alone, in test_partition; of functron, in test_rules
+    "silu_backward", "add_layer_norm",
+    # in test_partition, test_module and with the recipes of functron's own models
+    "check_ids", "checkpoint_name", "constrain", "dispatched", "debug_callback", "debug_check",
+    "debug_print",
+}  # fmt: skip
+"""Operations of the tables that no call here is traced to."""
 
 LAYOUTS: Mapping[str, tuple[dict[str, int], P]] = {
     "samples": ({"dp": 2}, P("dp")),
@@ -260,3 +285,212 @@ def test_options_are_those_of_the_call(name, layout):
             {"rtol": 2e-2, "atol": 2e-2} if rounded else {"rtol": 1e-9, "atol": 1e-9}
         )
         torch.testing.assert_close(mapped(X, Y), step(X, Y), **close)
+
+
+@pytest.mark.full
+def test_every_rule_is_used():
+    """By a call, or a write, or by what differentiates them."""
+    names: set[str] = set()
+    for call in (*itertools.chain(*CALLS.values()), *WRITES.values()):
+
+        def gradient(x, y, call=call):
+            return torch.func.grad(lambda x, y: call(x, y).sum(), (0, 1))(x, y)
+
+        for traced in (call, gradient):
+            if traced is gradient and not call(X, Y).dtype.is_floating_point:
+                continue
+            try:
+                mapped = ft.partition(traced, ft.Mesh(dp=2), (P("dp"), P("dp")), pick="cheapest")
+                lines = mapped.explain(X, Y)
+            except ValueError:
+                continue
+            names.update(re.findall(r" = (\w+)\(", lines))
+    own = {name for name in CASES if name in TABLE}
+    assert {*TABLE, *BACKWARD} <= names | ELSEWHERE | own, (
+        {*TABLE, *BACKWARD} - names - ELSEWHERE - own
+    )
+
+
+def _wanted_closeness(call: Call, made: torch.Tensor) -> dict[str, Any]:
+    low = {"bfloat16", "half", "F32"} & {*call.__code__.co_names}
+    rounded = made.dtype in (F32, torch.bfloat16) or low
+    return {"rtol": 2e-2, "atol": 2e-2} if rounded else {"rtol": 1e-9, "atol": 1e-9}
+
+
+def _compare(name: str, call: Call, specs: Sequence[P], ways: Sequence[str]) -> None:
+    """Values, and gradients in these ways, on a mesh and dense; or a refusal in words."""
+    made = call(X, Y)
+    floats = made.dtype.is_floating_point
+
+    def loss(x, y):
+        out = call(x, y)
+        return (out * (out + 0.5).cos()).sum(), out
+
+    def kept(x, y):
+        return ft.value_and_grad(loss, (0, 1), has_aux=True)(x, y)
+
+    def traced(x, y):
+        grads, (value, out) = torch.func.grad_and_value(loss, (0, 1), has_aux=True)(x, y)
+        return (value, out), grads
+
+    steps = {"kept": kept, "traced": traced}
+    for way in ways if floats else ("value",):
+        step = steps.get(way, call)
+        mapped = ft.partition(step, ft.Mesh(dp=2, tp=2), tuple(specs), P(), pick="cheapest")
+        try:
+            got = mapped(X, Y)
+        except ValueError as refusal:
+            if name in REFUSED and str(refusal).startswith(("partition:", "trace:")):
+                continue
+            raise
+        want = (kept if floats else call)(X, Y)
+        torch.testing.assert_close(
+            got, want, **_wanted_closeness(call, made),
+            msg=lambda m, way=way: f"{way}, {specs}: {m}",
+        )  # fmt: skip
+
+
+REFUSED = {"polygamma_", "index_fill_"}
+"""What partition refuses: torch has no such operation out of place, or a gradient by numbers."""
+
+
+def _splits() -> list[P]:
+    """Every way in which two axes may split dims of X, each at most one."""
+    found = []
+    for dims in itertools.product((None, 0, 1, 2), repeat=2):
+        entries: list[Any] = [None] * 3
+        for axis, dim in zip(("dp", "tp"), dims, strict=True):
+            if dim is not None:
+                entries[dim] = axis if entries[dim] is None else (entries[dim], axis)
+        fits = all(size % (2 if isinstance(e, str) else 4) == 0 or e is None
+                   for e, size in zip(entries, X.shape, strict=True))  # fmt: skip
+        found += [P(*entries)] if fits else []
+    return found
+
+
+SPLITS = _splits()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operands_are_split_apart(name, request):
+    """Each operand in a way of its own, and gradients in both ways: a sample of them, or all."""
+    rng = random.Random(zlib.crc32(name.encode()))
+    for number, call in enumerate(CALLS[name]):
+        if request.config.getoption("--full"):
+            for specs in itertools.product(SPLITS, repeat=2):
+                _compare(name, call, specs, [rng.choice(("kept", "traced"))])
+        elif number == 0:
+            _compare(name, call, rng.choices(SPLITS, k=2), [rng.choice(("kept", "traced"))])
+
+
+# --- writes in place
+
+
+def _write(op: str, *args: Any, **options: Any) -> Call:
+    """A product that an operation overwrites, and is then read with what it was made of."""
+
+    def call(x, y):
+        h = (x * 0.2).sin() * 0.3 + 0.5 + 0 * y  # where all of them have derivatives
+        given = [y.sin() * 0.2 + 0.4 if each is Y else each for each in args]
+        getattr(h, op)(*given, **options)
+        return h + x
+
+    return call
+
+
+_INDEX = IDS[0, :2] % 4
+_SELF = (
+    "abs acos asin atan ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 floor frac "
+    "lgamma log log10 log1p log2 logit neg rad2deg reciprocal relu round rsqrt sgn sigmoid sign sin "
+    "sinc sinh sqrt square tan tanh trunc zero i0 nan_to_num"
+)
+_OTHER = (
+    "add sub mul div atan2 copysign fmod hypot remainder pow xlogy "
+    "eq ne lt le gt ge logical_and logical_or logical_xor"
+)
+WRITES: Mapping[str, Call] = {
+    **{f"{name}_": _write(f"{name}_") for name in _SELF.split()},
+    **{f"{name}_": _write(f"{name}_", Y) for name in _OTHER.split()},
+    "logical_not_": _write("logical_not_"),
+    "clamp_": _write("clamp_", 0.4, 0.6),
+    "clamp_min_": _write("clamp_min_", 0.5),
+    "clamp_max_": _write("clamp_max_", 0.5),
+    "clip_": _write("clip_", 0.45, 0.6),
+    "addcmul_": _write("addcmul_", Y, Y, value=0.5),
+    "addcdiv_": _write("addcdiv_", Y, Y, value=2),
+    "lerp_": _write("lerp_", Y, 0.3),
+    "div_ by rounding": lambda x, y: (x * 9).div_(y, rounding_mode="trunc") + x,
+    "add_ by a factor": _write("add_", Y, alpha=0.5),
+    "copy_": _write("copy_", Y),
+    "fill_": _write("fill_", 0.25),
+    "float_power_": _write("float_power_", 1.5),
+    "masked_fill_": _write("masked_fill_", Y > 0, 0.3),
+    "mvlgamma_": lambda x, y: (x.abs() + 2).mvlgamma_(2) + y,
+    "polygamma_": _write("polygamma_", 1),
+    "elu_": lambda x, y: F.elu(x * 2, 0.3, inplace=True) + y,
+    "celu_": lambda x, y: F.celu(x * 2, 0.5, inplace=True) + y,
+    "selu_": lambda x, y: F.selu(x * 2, inplace=True) + y,
+    "silu_": lambda x, y: F.silu(x * 2, inplace=True) + y,
+    "mish_": lambda x, y: F.mish(x * 2, inplace=True) + y,
+    "relu6_": lambda x, y: F.relu6(x * 9, inplace=True) + y,
+    "hardtanh_": lambda x, y: F.hardtanh(x * 2, -0.5, 0.7, inplace=True) + y,
+    "hardsigmoid_": lambda x, y: F.hardsigmoid(x * 2, inplace=True) + y,
+    "leaky_relu_": lambda x, y: F.leaky_relu(x * 2, 0.3, inplace=True) + y,
+    "threshold_": lambda x, y: F.threshold(x * 2, 0.1, 0.2, inplace=True) + y,
+    "gelu_": lambda x, y: torch.ops.aten.gelu_(x * 2, approximate="tanh") + y,
+    "cumsum_": _write("cumsum_", -1),
+    "cumprod_": _write("cumprod_", 1),
+    "tril_": _write("tril_", -1),
+    "triu_": _write("triu_", 1),
+    "index_put_": _write("index_put_", (_INDEX,), Y[:2], accumulate=True),
+    "index_add_": _write("index_add_", 0, _INDEX, Y[:2], alpha=0.5),
+    "index_copy_": _write("index_copy_", 1, torch.tensor([1, 3]), Y[:, :2]),
+    "index_fill_": _write("index_fill_", -1, _INDEX, 0.7),
+    "index_reduce_": _write("index_reduce_", 0, torch.tensor([1, 3]), Y[:2] + 3, "mean"),
+    "scatter_": _write("scatter_", -1, IDS[..., None], 0.7),
+    "scatter_add_": _write("scatter_add_", -1, IDS[..., None], Y[..., :1]),
+    "scatter_reduce_": _write("scatter_reduce_", -1, IDS[..., None], Y[..., :1], "mean"),
+    "squeeze_": lambda x, y: (x[:, :1] * 2).squeeze_(1) + y[:, 0],
+    "unsqueeze_": lambda x, y: (x * 2).unsqueeze_(1).mul_(y[:, None]),
+    "transpose_": lambda x, y: (x * 2).transpose_(1, -1) + y.mT,
+    "t_": lambda x, y: (x[0] * 2).t_() + y[0].T,
+    "unsafe views": lambda x, y: (x * 2).view(4, 48).mul_(y.reshape(4, 48)),
+}
+"""Calls that write, by the operation; a few by two options."""
+
+NO_WRITES = {
+    "rrelu_",  # which draws numbers
+    "asinh_", "acosh_", "atanh_", "floor_divide_",  # which torch does not differentiate
+    # of integers, or of two of one dtype
+    "bitwise_and_", "bitwise_or_", "bitwise_xor_", "bitwise_not_", "bitwise_left_shift_",
+    "bitwise_right_shift_",
+    "gcd_", "lcm_", "ldexp_", "detach_", "heaviside_", "nextafter_", "arcsin_", "signbit_",
+    # special functions without derivatives to one operand, or that take numbers
+    "igamma_", "igammac_", "rsub_", "hardswish_",
+    # of a product that is added; the sum itself is one of those above
+    "true_divide_", "conj_physical_", "fmax_", "fmin_", "positive_",
+}  # fmt: skip
+
+
+def test_every_write_in_place_is_called():
+    aten: Any = torch.ops.aten
+    known = torch._C._dispatch_get_all_op_names()
+    rows = [name.removeprefix("aten::").partition(".") for name in known if "aten::" in name]
+    pointwise = {
+        name
+        for name, _, overload in rows
+        if torch.Tag.pointwise in getattr(getattr(aten, name), overload or "default").tags
+    }
+    forms = {f"{name}_" for name in {*TABLE} | pointwise if not name.endswith("_")}
+    wanted = forms & {name for name, *_ in rows}
+    assert wanted <= {*WRITES} | NO_WRITES, wanted - {*WRITES} - NO_WRITES
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_in_place_are_torchs(name, request):
+    rng = random.Random(zlib.crc32(name.encode()))
+    if request.config.getoption("--full"):
+        for specs in itertools.product(SPLITS, repeat=2):
+            _compare(name, WRITES[name], specs, [rng.choice(("kept", "traced"))])
+    else:
+        _compare(name, WRITES[name], rng.choices(SPLITS, k=2), [rng.choice(("kept", "traced"))])

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
+from torch.nn import functional as F
 
 import functron as ft
 from functron import P, gpt, lax, optim
@@ -362,21 +364,160 @@ def test_gradients_stop_where_they_do():
     close(inside(X), torch.func.grad(fn)(X))
 
 
-class _Rounded(torch.autograd.Function):
+# --- backward passes in the function
+
+
+class _Scaled(torch.autograd.Function):
+    """Its cotangents are none of its derivative, so that they are told from that."""
+
     @staticmethod
-    def forward(ctx, x):
-        return x.round()
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        ctx.factor, ctx.twice = factor, 2 * x
+        return torch.tanh(x) * factor
 
     @staticmethod
     def backward(ctx, *cotangents):
-        return cotangents[0]
+        (x,) = ctx.saved_tensors
+        return 3 * cotangents[0] * torch.cos(x) * ctx.factor + 0.1 * ctx.twice, None
 
 
-def test_a_backward_that_no_trace_sees_is_refused():
-    with pytest.raises(ValueError, match=r"autograd\.Function.*fix: write it with functron.custom"):
-        ft.partition(lambda x: _Rounded.apply(x), ft.Mesh(dp=2), (P("dp"),))(X)
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(x, w):
+        return x @ w, (x @ w).sum()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        x, w = ctx.saved_tensors
+        return 2 * cotangents[0] @ w.T, 5 * x.T @ cotangents[0]
+
+
+_RULED = ft.custom_vjp(
+    lambda x, w: x @ w, lambda x, w: (x @ w, (x, w)), lambda r, c: (2 * c @ r[1].T, 3 * r[0].T @ c)
+)
+
+
+def _decoder(w, tokens):
+    """Every operation of a decoder that has a backward of its own."""
+    x = F.embedding(tokens, w["e"])
+    h = F.rms_norm(F.layer_norm(x, (16,), w["g"], w["b"]), (16,), w["g"])
+    q = h.unflatten(-1, (4, 4)).transpose(1, 2)
+    a = F.scaled_dot_product_attention(q, q[:, :2], q[:, 2:], is_causal=True, enable_gqa=True)
+    x = x + a.transpose(1, 2).flatten(2)
+    x = x + (F.gelu(x @ w["up"]) * F.silu(x @ w["up"])) @ w["down"]
+    logits = (x @ w["e"].T).flatten(0, 1)
+    return F.cross_entropy(logits, tokens.flatten()) + x.softmax(-1).square().sum()
+
+
+def _of_layers(h):
+    return lambda w, tokens: (h(F.embedding(tokens, w["e"]).flatten(0, 1), w) ** 2).mean()
+
+
+LOSSES = {
+    "decoder": _decoder,
+    "function": _of_layers(lambda x, w: _Scaled.apply(x @ w["up"], 2.0) @ w["down"]),
+    "function apart": _of_layers(lambda x, w: _Product.apply((x @ w["up"]).tanh(), w["down"])[0]),
+    "custom_vjp": _of_layers(lambda x, w: _RULED((x @ w["up"]).tanh(), w["down"])),
+    "remat": _of_layers(lambda x, w: ft.remat(lambda x: (x @ w["up"]).relu() @ w["down"])(x)),
+    "scan": _of_layers(
+        lambda x, w: ft.scan(
+            lambda h, up: (h + (h @ up).relu() @ w["down"], None), x, torch.stack([w["up"]] * 2)
+        )[0]
+    ),
+}
+WEIGHTS = {
+    "e": torch.randn(60, 16, dtype=DTYPE, generator=torch.Generator().manual_seed(3)),
+    "g": X[0], "b": X[1], "up": PARAMS["up"][0], "down": PARAMS["down"][0],
+}  # fmt: skip
+TOKENS = torch.arange(32).reshape(4, 8) * 7 % 60
+SPLIT = {"e": P("tp"), "g": P(), "b": P("tp"), "up": P(None, "tp"), "down": P("tp")}
+WAYS = {
+    "dp": ({"dp": 2}, dict.fromkeys(WEIGHTS, P()), P("dp")),
+    "fsdp": ({"fsdp": 2}, dict.fromkeys(WEIGHTS, P("fsdp")), P("fsdp")),
+    "tp": ({"tp": 2}, SPLIT, P()),
+    "dp+tp": ({"dp": 2, "tp": 2}, SPLIT, P("dp")),
+}
+
+
+def _by_tape(loss):
+    def step(w, tokens):
+        taped = {name: x.detach().requires_grad_() for name, x in w.items()}
+        value = loss(taped, tokens)
+        found = torch.autograd.grad(value, list(taped.values()), materialize_grads=True)
+        return value.detach(), dict(zip(w, found, strict=True))
+
+    return step
+
+
+def _by_func(loss):
+    def step(w, tokens):
+        grads, value = torch.func.grad_and_value(loss)(w, tokens)
+        return value, grads
+
+    return step
+
+
+@pytest.mark.parametrize("layout", [
+    pytest.param(name, marks=[] if name == "dp+tp" else [pytest.mark.full]) for name in WAYS
+])  # fmt: skip
+@pytest.mark.parametrize("name", LOSSES)
+def test_backward_passes_in_the_function(name, layout):
+    """By torch.func, by torch's tape, and kept whole, they give the dense gradients."""
+    loss, (sizes, specs, data) = LOSSES[name], WAYS[layout]
+    steps = {"tape": _by_tape(loss), "func": _by_func(loss), "kept": ft.value_and_grad(loss)}
+    if name == "function":  # which torch.func does not take
+        del steps["func"]
+    want = _by_tape(loss)(WEIGHTS, TOKENS)
+    for how, step in steps.items():
+        mapped = ft.partition(step, ft.Mesh(**sizes), (specs, data), (P(), specs), pick="cheapest")
+        got = mapped(WEIGHTS, TOKENS)
+        torch.testing.assert_close(
+            got, want, rtol=1e-10, atol=1e-11, msg=lambda m, how=how: f"{how}: {m}"
+        )
+        program = ft.trace(mapped)(WEIGHTS, TOKENS)
+        program.check()
+        if how == "func":
+            with torch.no_grad():
+                compiled = ft.jit(mapped, backend="eager")(WEIGHTS, TOKENS)
+            torch.testing.assert_close(compiled, want, rtol=1e-10, atol=1e-11)
+
+
+def test_traced_gradients_are_summed_over_the_batch_once():
+    sizes, specs, data = WAYS["dp+tp"]
+    mapped = ft.partition(
+        _by_func(_decoder), ft.Mesh(**sizes), (specs, data), (P(), specs), pick="cheapest"
+    )
+    sent = sum(
+        row.sent_bytes
+        for row in ft.trace(mapped)(WEIGHTS, TOKENS).cost().collectives
+        if row.axis == "dp"
+    )
+    # a rank's half of each parameter, the two losses, and the number of targets
+    assert sent == 8 * (60 * 16 + 2 * 16 * 32 + 2 * 16) // 2 + 3 * 8
+
+
+def test_what_a_traced_backward_forgets_is_refused():
+    """A rule that was used up is not there for a second derivative."""
+    mesh, step = ft.Mesh(dp=2), _by_func(LOSSES["custom_vjp"])
+    mapped = ft.partition(step, mesh, (P(), P("dp")), P())
+    with pytest.raises(ValueError, match=r"differentiated again.*fix: take the gradient inside"):
+        ft.grad(lambda w: mapped(w, TOKENS)[1]["up"].sum())(WEIGHTS)
+    twice = ft.grad(lambda w, t: step(w, t)[1]["up"].sum())
+    with pytest.raises(ValueError, match=r"differentiated again"):
+        ft.partition(twice, mesh, (P(), P("dp")), P())(WEIGHTS, TOKENS)
+    with pytest.raises(ValueError, match=r"calls torch.utils.checkpoint.*remat="):
+        ft.partition(
+            lambda x: torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=True),
+            mesh, (P("dp"),),
+        )(X)  # fmt: skip
     with pytest.raises(ValueError, match=r"got axes=\('dp',\) in a function of whole values"):
-        ft.partition(ft.grad(net, axes=("dp",)), ft.Mesh(dp=2), (P(), P("dp")))(PARAMS, X)
+        ft.partition(ft.grad(net, axes=("dp",)), mesh, (P(), P("dp")))(PARAMS, X)
 
 
 def test_dropout_is_the_same_on_every_mesh():
@@ -460,9 +601,12 @@ def test_an_unknown_operation_names_its_rule():
     own = ft.partition(fn, mesh, (P("dp"),), rules={"cummax": rule})
     close(own(X), fn(X))
     assert own.out_specs == P("dp")
-    grad = torch.func.grad(lambda x: torch.nn.functional.layer_norm(x, (16,)).norm())
+
+    def backward(x):
+        return torch.ops.aten._cdist_backward(x @ x.T, x, x, 2.0, x @ x.T)
+
     with pytest.raises(ValueError, match=r"differentiate with ft.value_and_grad"):
-        ft.partition(grad, mesh, (P("dp"),))(X)
+        ft.partition(backward, mesh, (P("dp"),))(X)
 
 
 def test_mistakes_are_told():
