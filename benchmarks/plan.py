@@ -1,10 +1,12 @@
 """Published runs as `functron.apps.planner` predicts them, each by a fit without its model size.
 
-python benchmarks/plan.py [--write] [--explain NAME]
+python benchmarks/plan.py [--write] [--explain NAME] [--others [GROUP]]
 
 Nothing is measured here. The layers of the published models are traced as functron's programs, in
 the form that the software of the time gave them (`Layer`), and a few properties of the machines are
 fitted to the published times: none of a model or a row. The table has held-out predictions alone.
+With --others it is of runs of several libraries (`plan_rows.py`), by group, those that may be
+fitted apart from those that are held out.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from plan_rows import PUBLISHED, Published, change, is_fitted
 from torch import Tensor
 
 import functron.apps.planner
@@ -32,10 +35,12 @@ from functron.apps.planner import (
     Software,
     StateBytes,
     TracedPieces,
+    estimate_run,
     estimate_step,
     hardware,
     trace_pieces,
 )
+from functron.apps.planner.software import MEGATRON_2021, MEGATRON_2022, MEGATRON_2024
 from functron.core.tables import table
 from functron.models import gpt
 from functron.models.config import GPTConfig
@@ -45,28 +50,7 @@ from functron.spmd import Mesh
 from functron.spmd import collectives as lax
 from functron.transforms import remat
 
-# --- the software of the published runs
-
-MEGATRON_2021 = Software(
-    "Megatron-LM of 2021",
-    fusion="pointwise",
-    sums_in_products=False,
-    overlap=False,
-    overlap_grads=False,
-    overlap_params=False,
-    async_sends=False,
-    scatter_sends=True,
-    copies=False,
-)
-"""Narayanan et al. 2021: collectives and sends are waited for; stages send parts (section 4.1)."""
-
-MEGATRON_2022 = replace(
-    MEGATRON_2021, name="Megatron-LM of 2022", sums_in_products=True, overlap=True
-)
-"""Korthikanti et al. 2022: backward computes while it communicates over tp (section 4.2.2)."""
-
-MEGATRON_2024 = Software("Megatron-LM of 2024", fusion="pointwise", sequence_parts=4, copies=False)
-"""Megatron-LM's README of 2024: all overlaps, distributed optimizer, Transformer Engine."""
+# --- the layers of the published runs
 
 
 @dataclass(frozen=True)
@@ -362,20 +346,12 @@ NOISE = 0.03
 """By how much rows may differ from the model, as the logarithm: against `Free.spread`."""
 
 
-def changed(machine: Hardware, path: str, value: float) -> Hardware:
-    """The machine with another value of an entry."""
-    name, _, rest = path.partition(".")
-    return replace(
-        machine, **{name: changed(getattr(machine, name), rest, value) if rest else value}
-    )
-
-
 def machines_of(values: Values) -> dict[str, Hardware]:
     """The machines with these values of `FREE`."""
     found = {name: hardware(name) for name in BOTH}
     for free, value in zip(FREE, values, strict=True):
         for name in free.machines:
-            found[name] = changed(found[name], free.path, float(value))
+            found[name] = change(found[name], free.path, float(value))
     return found
 
 
@@ -516,6 +492,98 @@ What is missed, and why:
   products add to sums) was chosen with all rows in view; only the values are held out."""
 
 
+# --- other libraries
+
+
+@functools.cache
+def estimated(row: Published) -> Estimate:
+    """The estimate of a row."""
+    return estimate_run(row.run, row.hardware, software=row.software)
+
+
+def seconds_at(row: Published, pace: float) -> float:
+    """The step's seconds at another pace of its software, by the parts of a step."""
+    found = estimated(row)
+    paced = found.parts["products"] + found.parts["attention"]
+    return found.step_seconds + paced * (row.software.pace / pace - 1)
+
+
+def tells_pace(row: Published) -> bool:
+    """Whether a row says how fast its software is, and not how wrong another part of a plan.
+
+    On machines that are calibrated, of dense models, in samples of a usual length.
+    """
+    usual = row.group not in ("mixtures of experts", "long context") and not row.guessed
+    return usual and bool(row.software.spread and row.hardware.calibration.rows)
+
+
+def fit_pace(rows: Sequence[Published]) -> float:
+    """The most likely pace: rows have the spread 0.1, and paces 0.3 around 1 before any row."""
+    tried = np.exp(np.linspace(math.log(0.4), math.log(1.6), 400))
+    measured = np.log([row.seconds for row in rows])
+    off = [np.log([seconds_at(row, x) for row in rows]) - measured for x in tried]
+    loss = [
+        np.sum((one / 0.1) ** 2) + (math.log(x) / 0.3) ** 2
+        for one, x in zip(off, tried, strict=True)
+    ]
+    return float(tried[int(np.argmin(loss))])
+
+
+def _describe(row: Published, seconds: float) -> list[str]:
+    low, high = (x / estimated(row).step_seconds * seconds for x in estimated(row).interval)
+    return [
+        row.name, row.software.name, row.machine, f"{row.seconds:.3f}", f"{seconds:.3f}",
+        f"{low:.3f} to {high:.3f}", f"{seconds / row.seconds - 1:+.1%}",
+        "yes" if low <= row.seconds <= high else "no", row.guessed,
+    ]  # fmt: skip
+
+
+def report_others(rows: Sequence[Published] = PUBLISHED) -> str:
+    """Tables by group, and every software's pace."""
+    head = ["run", "software", "machine", "published s", "predicted s", "90% interval", "error"]
+    head += ["in", "not published"]
+    lines, summary = [], [["group", "held out", "mean error", "worst", "in their interval"]]
+    inside = total = 0
+    for group in dict.fromkeys(row.group for row in rows):
+        same = [row for row in rows if row.group == group]
+        held = [row for row in same if not is_fitted(row)]
+        found = {row: _describe(row, estimated(row).step_seconds) for row in same}
+        made = [cells for row, cells in found.items() if is_fitted(row)]
+        lines += [f"{group}: may be fitted", table([head, *made], left=3), ""]
+        made = [found[row] for row in held]
+        lines += [f"{group}: held out", table([head, *made], left=3), ""]
+        off = [abs(estimated(row).step_seconds / row.seconds - 1) for row in held]
+        hits = sum(cells[-2] == "yes" for cells in made)
+        inside, total = inside + hits, total + len(held)
+        numbers = (
+            [f"{np.mean(off):.1%}", f"{max(off):.1%}", f"{hits} of {len(held)}"] if off else []
+        )
+        summary.append([group, str(len(held)), *numbers])
+    lines += ["held out, by group", table(summary, left=1)]
+    lines += [f"{inside} of {total} in their interval", "", *_report_paces(rows)]
+    return "\n".join(lines)
+
+
+def _report_paces(rows: Sequence[Published]) -> list[str]:
+    """By software: its pace, without each of its model sizes, and of other software."""
+    may = [row for row in rows if is_fitted(row) and tells_pace(row)]
+    found = [["software", "pace", "fitted", "without a size: mean error", "by other software"]]
+    for software in dict.fromkeys(row.software for row in may):
+        own = [row for row in may if row.software == software]
+        others = [row for row in may if row.software != software]
+        off = []
+        for row in own:
+            without = fit_pace([one for one in own if one.model != row.model])
+            off.append(abs(seconds_at(row, without) / row.seconds - 1))
+        pace = fit_pace(others)
+        alone = [abs(seconds_at(row, pace) / row.seconds - 1) for row in own]
+        found.append([
+            software.name, f"{software.pace:.3g}", f"{fit_pace(own):.3g}",
+            f"{np.mean(off):.1%} of {len(own)}", f"{np.mean(alone):.1%}",
+        ])  # fmt: skip
+    return ["what is fitted, leaving out one size, and one software", table(found, left=1)]
+
+
 def activation_gib(row: Row) -> float:
     """The bytes that layers of the first rank keep at the peak of its schedule."""
     (step,) = steps(row)
@@ -544,6 +612,8 @@ def write(made: Fit) -> None:
     for free, value in zip(FREE, made.values, strict=True):
         for name in (x for machine in free.machines for x in kin[machine]):
             section, _, entry = free.path.rpartition(".")
+            if section == "matmul" and entry == "efficiency" and name in ("b200", "gb200"):
+                continue  # which have their own
             put(folder / f"{name}.toml", section, entry, f"{value:.3g}")
     for name in BOTH:
         count = sum(row.machine == name for row in TIMED)
@@ -567,7 +637,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=RAW)
     parser.add_argument("--write", action="store_true", help="put the values into the machines")
     parser.add_argument("--explain", metavar="NAME", help="the parts of the runs of a model size")
+    other = "runs of several libraries, instead: of groups with this in their name, or of all"
+    parser.add_argument("--others", nargs="?", const="", metavar="GROUP", help=other)
     options = parser.parse_args()
+    if options.others is not None:
+        print(report_others([row for row in PUBLISHED if options.others in row.group]))
+        return
     made = fit()
     print(report(made))
     for row in TIMED:

@@ -184,6 +184,9 @@ def run(arguments: Sequence[str]) -> int:
     best = found.best[0].estimate
     if options.explain:
         print(f"\n{best.explain()}")
+        estimate = functools.partial(choices.estimate, found.best[0].candidate, exact=True)
+        others = [estimate(software=software) for software in planner.OTHERS.values()]
+        print(f"\n{planner.compare_software(others)}")
     if options.tokens:
         hours, joules = best.gpu_hours(options.tokens), best.energy_joules(options.tokens)
         about = f"{hours:,.0f} GPU hours, {joules / 3.6e9:,.0f} MWh"

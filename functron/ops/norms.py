@@ -64,11 +64,17 @@ def normalise_rows(x: Tensor, *moments: Tensor) -> Tensor:
 
 def normed_gradient(moved: Tensor, normed: Tensor, *moments: Tensor) -> Tensor:
     """The cotangent of rows from `moved`, that of `normalise_rows` of them."""
-    along = normed * (moved * normed).mean(-1, keepdim=True)
+    return _gradient_of_normed([moved, normed], moments)
+
+
+def _gradient_of_normed(rows: list[Tensor], moments: Sequence[Tensor]) -> Tensor:
+    """`normed_gradient` of rows that it takes from the list, and frees as soon as it can."""
     *means, rstd = moments
-    if means:
-        along = moved.mean(-1, keepdim=True) + along
-    return rstd.unsqueeze(-1) * (moved - along)
+    along = rows[1] * (rows[0] * rows.pop(1)).mean(-1, keepdim=True)
+    along = rows[0].mean(-1, keepdim=True) + along if means else along
+    across = rows.pop(0) - along
+    del along
+    return rstd.unsqueeze(-1) * across
 
 
 def rms_norm_rows(x: Tensor, scale: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -108,13 +114,14 @@ def _backward(
     vectors, moments = operands[: len(operands) // 2], operands[len(operands) // 2 :]
     wide, g = upcast(x), upcast(dy)
     moments = moments_of(wide, eps) if again else moments
-    normed = normalise_rows(wide, *moments)
-    dx = normed_gradient(g * multiplier(vectors[0], wide, center), normed, *moments)
+    normed, by = normalise_rows(wide, *moments), multiplier(vectors[0], wide, center)
+    del wide  # rows in float32 may be most of a step's memory: none lives longer than needed
+    sums = [summed_rows(g * normed).to(vectors[0].dtype)]
+    sums += [summed_rows(g).to(bias.dtype) for bias in vectors[1:]]
+    rows = [g * by, normed]
+    del g, normed
+    dx = _gradient_of_normed(rows, moments)
     dx = dx if d_sum is None else dx + upcast(d_sum)
-    sums = [
-        summed_rows(rows).to(vector.dtype)
-        for rows, vector in zip((g * normed, g), vectors, strict=False)
-    ]
     return dx.to(x.dtype).contiguous(), *sums
 
 

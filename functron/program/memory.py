@@ -780,7 +780,9 @@ def memory(program: Code) -> ProgramMemory:
     (`accumulate` keeps gradients longer), `optim.with_fp32_masters` (float32 gradients). Most of
     the 30 peaked in the loss.
 
-    Not counted: what the allocator rounds up or caches, and what kernels reserve per thread.
+    Not counted: what the allocator rounds up or caches, what kernels reserve per thread, and what
+    operations of functron need inside where they have no kernel: on CPUs quantised products copy
+    their operands into float32, and attention's backward sums in it.
     """
     forced: dict[int, Category] = {}
     for given in program.inputs:

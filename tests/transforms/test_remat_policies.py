@@ -624,3 +624,15 @@ def test_a_rule_with_a_derivative_of_its_own_runs_the_same_operations_twice():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert products(ft.remat(f, policy=policies.dots)) == products(f)
+
+
+def test_a_norm_of_16_bits_needs_what_its_program_says(peak_bytes):
+    """Its backward has rows in float32, each as long as the program needs it and no longer.
+
+    Besides, torch's engine holds the cotangent, of 16 bits, until backward is done with it.
+    """
+    x = torch.randn(1024, 256).bfloat16()
+    scale = torch.ones(256, dtype=torch.bfloat16)
+    gradients = ft.grad(lambda x, w: (ft.nn.rms_norm(x, w, eps=1e-5) * x).square().sum(), (0, 1))
+    measured = peak_bytes(lambda: gradients(x, scale)) + x.nbytes + scale.nbytes
+    assert trace(gradients)(x, scale).memory().peak_bytes == pytest.approx(measured, rel=0.2)

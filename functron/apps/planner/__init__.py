@@ -8,7 +8,6 @@ from functron.core import import_lazily
 
 if TYPE_CHECKING:
     from functron.apps.planner.estimates import (
-        Estimate,
         PlannedStep,
         StateBytes,
         estimate,
@@ -24,14 +23,7 @@ if TYPE_CHECKING:
         measure,
         report_comparison,
     )
-    from functron.apps.planner.rates import (
-        FUNCTRON,
-        HardwareRates,
-        Software,
-        TracedPiece,
-        TracedPieces,
-        trace_pieces,
-    )
+    from functron.apps.planner.rates import HardwareRates, TracedPiece, TracedPieces, trace_pieces
     from functron.apps.planner.recipes import (
         RECIPES,
         list_recipes,
@@ -39,6 +31,7 @@ if TYPE_CHECKING:
         read_recipe,
         shrink_run,
     )
+    from functron.apps.planner.report import Estimate, compare_software
     from functron.apps.planner.search import (
         Choices,
         Space,
@@ -47,5 +40,6 @@ if TYPE_CHECKING:
         search,
         why,
     )
+    from functron.apps.planner.software import FUNCTRON, OTHERS, Software
 
 import_lazily(__name__)

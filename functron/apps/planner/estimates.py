@@ -9,22 +9,17 @@ GPU. The parts of an estimate are those of the rank that computes longest, and a
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from types import MappingProxyType
-from typing import NamedTuple
 
 from functron import pipeline
-from functron.apps.planner.machines import Hardware, RankPlacement, write_whole
+from functron.apps.planner.machines import Hardware, RankPlacement
 from functron.apps.planner.rates import (
-    FUNCTRON,
     ExpertLoad,
-    Software,
     Times,
     TracedPiece,
     TracedPieces,
@@ -32,245 +27,14 @@ from functron.apps.planner.rates import (
     stream_axes,
     time_program,
 )
-from functron.core import chart
+from functron.apps.planner.report import Estimate, Lane, list_doubts
+from functron.apps.planner.software import FUNCTRON, Software
 from functron.core.errors import Problem, public, raise_problems, refuse
-from functron.core.tables import bytes_text, count_text, table
 from functron.models import gpt
 from functron.program.timeline import COMPUTE
 from functron.program.trace import Program
 from functron.spmd import CONTEXT_AXES, DATA_AXES, FSDP_AXES, Mesh
 from functron.training.rooms import EXPERT_ROOM, MARGIN
-
-CONFIDENCE = 0.9
-"""The probability of an estimate's interval, by the machine's calibration."""
-
-
-class Lane(NamedTuple):
-    """An interval of a row of the timeline.
-
-    Attributes:
-        row: such as ``"rank 0"`` or ``"rank 0, tp"``.
-        what: the operation.
-        start, end: in seconds.
-        kind: "F", "B", "I", "W"; "compute"; "hidden" or "exposed" communication; "update".
-    """
-
-    row: str
-    what: str
-    start: float
-    end: float
-    kind: str
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Estimate:
-    """The time and memory of a step; prints as `explain`, and is drawn in notebooks.
-
-    Attributes:
-        name: of the step.
-        hardware: the machine.
-        software: that runs the program.
-        num_gpus: of the mesh.
-        tokens: per step, of all ranks.
-        step_seconds: the expected time.
-        parts: seconds by cause, which add up to `step_seconds`.
-        exposed: by axis, seconds of communication that is not overlapped.
-        bubble_seconds: waits for other ranks of the pipeline.
-        model_flops: per step on all GPUs, half of causal attention; see `functron.program.cost`.
-        model_flops_whole: with all of causal attention.
-        hardware_flops: with recomputation.
-        memory: of the fullest rank, bytes by category; empty: not estimated.
-        lanes: the timeline.
-        notes: limits of the estimate.
-    """
-
-    name: str
-    hardware: Hardware
-    software: Software
-    num_gpus: int
-    tokens: int
-    step_seconds: float
-    parts: Mapping[str, float]
-    exposed: Mapping[str, float]
-    bubble_seconds: float
-    model_flops: float
-    model_flops_whole: float
-    hardware_flops: float
-    memory: Mapping[str, int] = field(default_factory=dict)
-    lanes: tuple[Lane, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The seconds between which a step is with probability `CONFIDENCE`.
-
-        By the spread of the machine's calibration on held-out model sizes.
-        """
-        z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
-        factor = math.exp(z * self.hardware.calibration.spread)
-        return self.step_seconds / factor, self.step_seconds * factor
-
-    @property
-    def bubble_fraction(self) -> float:
-        """The fraction of the step that is the pipeline's bubble."""
-        return self.bubble_seconds / self.step_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all GPUs."""
-        return self.tokens / self.step_seconds
-
-    def _find_utilisation(self, flops: float) -> float:
-        peak = self.hardware.peak_flops.get("bfloat16") or max(self.hardware.peak_flops.values())
-        return flops / self.step_seconds / self.num_gpus / peak
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs (half of causal attention) over the bfloat16 peak of all GPUs."""
-        return self._find_utilisation(self.model_flops)
-
-    @property
-    def hfu(self) -> float:
-        """Hardware FLOPs over the bfloat16 peak of all GPUs."""
-        return self._find_utilisation(self.hardware_flops)
-
-    @property
-    def flops_per_gpu(self) -> float:
-        """Model FLOP/s per GPU with all of causal attention, as publications report it."""
-        return self.model_flops_whole / self.step_seconds / self.num_gpus
-
-    def gpu_hours(self, tokens: float) -> float:
-        """GPU hours of training on so many tokens."""
-        return tokens / self.tokens_per_second * self.num_gpus / 3600
-
-    def energy_joules(self, tokens: float) -> float:
-        """The energy of training on so many tokens."""
-        return self.gpu_hours(tokens) * 3600 * self.hardware.power_watts
-
-    @property
-    def memory_bytes(self) -> int:
-        """Of the fullest rank; 0: not estimated."""
-        return sum(self.memory.values())
-
-    @property
-    def fits(self) -> bool:
-        """Whether the memory suffices."""
-        return self.memory_bytes <= self.hardware.memory_bytes
-
-    @property
-    def limits(self) -> str:
-        """The largest losses, in words."""
-        lost = [(x, name) for name, x in self.parts.items() if name != "products"]
-        rows = sorted(lost, reverse=True)[:3]
-        return ", ".join(f"{name} {x / self.step_seconds:.0%}" for x, name in rows if x > 0)
-
-    def explain(self) -> str:
-        """The figures and the parts of the step, as text."""
-        low, high = self.interval
-        head = [
-            f"{self.name} on {self.num_gpus:,} x {self.hardware.name}",
-            f"step {self.step_seconds:.4g} s ({CONFIDENCE:.0%}: {low:.4g} to {high:.4g} s), "
-            f"{self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}, HFU {self.hfu:.1%}, "
-            f"{count_text(self.flops_per_gpu)}FLOP/s a GPU with whole attention",
-            "",
-        ]
-        rows = [["part", "seconds", "of the step", "made of"]]
-        for name, seconds in sorted(self.parts.items(), key=lambda row: -row[1]):
-            share = f"{seconds / self.step_seconds:.1%}"
-            rows.append([name, f"{seconds:.4g}", share, _MADE_OF.get(name, _OVER)])
-        rows.append(["all", f"{sum(self.parts.values()):.4g}", "100.0%", ""])
-        lines = [*head, table(rows)]
-        if self.memory:
-            sizes = [["memory of the fullest rank", "bytes"]]
-            sizes += [[name, bytes_text(x)] for name, x in self.memory.items()]
-            has = f"{bytes_text(self.memory_bytes)} of {bytes_text(self.hardware.memory_bytes)}"
-            lines += ["", table([*sizes, ["all", has]])]
-        return "\n".join([*lines, "", *self._list_remarks()])
-
-    def _list_remarks(self) -> list[str]:
-        made = self.hardware.calibration
-        if made.rows:
-            seen = f"compared with {made.rows} measured runs of {made.software}"
-        else:
-            kin = f", efficiencies are those of {made.kin}" if made.kin else ""
-            seen = f"never compared with a run{kin}"
-        rows = [f"{self.hardware.name}: {seen}; spread {made.spread:.1%}"]
-        if self.software.name not in made.software:
-            rows.append(
-                f"this is {self.software.name}, other software than that of the calibration: the "
-                "interval does not know how well it runs"
-            )
-        return [*rows, *self.notes]
-
-    def svg(self) -> str:
-        """The timeline as an SVG picture: a row per rank, or per stream of a rank."""
-        return self.bars().svg()
-
-    def bars(self) -> chart.Gantt:
-        """The timeline as data."""
-        names = list(dict.fromkeys(lane.row for lane in self.lanes))
-        boxes = [
-            chart.SvgBar(
-                names.index(lane.row), lane.start, lane.end, lane.what,
-                f"{lane.what}: {lane.end - lane.start:.3g} s", _COLOURS[lane.kind],
-            )
-            for lane in self.lanes
-        ]  # fmt: skip
-        kinds = dict.fromkeys(lane.kind for lane in self.lanes)
-        legend = [(_KINDS[kind], _COLOURS[kind]) for kind in kinds]
-        return chart.Gantt(boxes, names, f"{self.name}: {self.step_seconds:.4g} s", legend)
-
-    def chrome_trace(self, path: str | Path) -> None:
-        """Write the timeline as JSON for chrome://tracing and Perfetto."""
-        names = list(dict.fromkeys(lane.row for lane in self.lanes))
-        events: list[dict] = [
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": name}}
-            for i, name in enumerate(names)
-        ]
-        for lane in self.lanes:
-            start, end = round(lane.start * 1e9), round(lane.end * 1e9)  # whole nanoseconds
-            row = {"ph": "X", "name": lane.what, "cat": lane.kind, "pid": 0}
-            row |= {"tid": names.index(lane.row), "ts": start / 1e3, "dur": (end - start) / 1e3}
-            events.append(row)
-        write_whole(Path(path), json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-    def __str__(self) -> str:
-        return self.explain()
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        picture = self.svg() if self.lanes else ""
-        return f"<div><pre>{self.explain()}</pre>{picture}</div>"
-
-
-_MADE_OF = MappingProxyType(
-    {
-        "products": "FLOPs over the rate of their tiles and waves",
-        "attention": "FLOPs over the rate of fused attention",
-        "memory": "bytes of fused kernels over the memory's bandwidth, and launches",
-        "bubble": "by simulation of the schedule, or by a formula",
-        "sends": "between stages of the pipeline",
-        "update": "bytes of gradients, moments and masters over the memory's bandwidth",
-        "processor": "the CPU's time per step, and launches that take longer than kernels",
-        "slowest GPU": "the expected maximum of all GPUs' times",
-    }
-)
-_OVER = "bytes over the slowest link, and latency, without overlap"
-_KINDS = MappingProxyType(
-    {
-        "F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights",
-        "compute": "computed", "hidden": "hidden", "exposed": "exposed", "update": "update",
-    }
-)  # fmt: skip
-_COLOURS = MappingProxyType(
-    {
-        "F": "hsl(215,60%,66%)", "B": "hsl(135,60%,66%)", "I": "hsl(175,60%,66%)",
-        "W": "hsl(35,60%,66%)", "compute": "hsl(215,60%,66%)", "hidden": "hsl(35,60%,76%)",
-        "exposed": "hsl(10,70%,50%)", "update": "hsl(280,40%,66%)",
-    }
-)  # fmt: skip
-
 
 # --- a traced step
 
@@ -292,7 +56,7 @@ def estimate(
         tokens: of all ranks; 0: unknown, and rates of tokens are 0.
     """
     placement = RankPlacement.on(program.mesh, hardware)
-    software = software.on(hardware)
+    software, hardware = software.on(hardware), software.adjust(hardware)
     times = time_program(program, hardware, placement, software)
     found, _ = run_program(program, hardware, placement, software)
     lanes = []
@@ -308,6 +72,7 @@ def estimate(
         MappingProxyType(parts), found.exposed, 0.0, cost.model_flops * size,
         cost.model_flops_whole * size, cost.hardware_flops * size,
         MappingProxyType({name: x for name, x in usage.at_peak.items() if x}), tuple(lanes),
+        doubts=list_doubts(hardware, software, quantised=is_quantised(program)),
     )  # fmt: skip
 
 
@@ -628,7 +393,7 @@ def estimate_step(
             schedule has one, in about a millisecond.
     """
     placement = RankPlacement.on(step.mesh, hardware)
-    software = software.on(hardware)
+    software, hardware = software.on(hardware), software.adjust(hardware)
     timed = _StepTimes(step, hardware, placement, software)
     rank = max(range(step.num_ranks), key=lambda r: timed.busy(r).seconds)
     busy = timed.busy(rank)
@@ -650,17 +415,44 @@ def estimate_step(
         title, hardware, software, step.mesh.size, samples * step.pieces.seq,
         sum(parts.values()), MappingProxyType(parts), MappingProxyType(dict(exposed)),
         parts.get("bubble", 0.0), *flops, estimate_memory(step), tuple(lanes),
-        tuple(_list_notes(step, lanes)),
+        tuple(_list_notes(step, lanes, timed, rank)),
+        list_doubts(
+            hardware, software, quantised=any(map(is_quantised, _list_programs(step.pieces))),
+            experts=step.pieces.config.moe is not None, seq=step.pieces.seq,
+        ),
     )  # fmt: skip
 
 
-def _list_notes(step: PlannedStep, lanes: Sequence[Lane]) -> Iterator[str]:
+def _list_programs(pieces: TracedPieces) -> list[Program]:
+    return [program for piece, _ in pieces.layers.values() for program in piece.programs]
+
+
+@functools.lru_cache(maxsize=4096)
+def is_quantised(program: Program) -> bool:
+    """Whether a program has products of quantised values."""
+    return any(equation.name.startswith("scaled_") for equation, _ in program.block.walk())
+
+
+def _list_notes(
+    step: PlannedStep, lanes: Sequence[Lane], timed: _StepTimes, rank: int
+) -> Iterator[str]:
     """Limits of the estimate."""
     config = step.pieces.config
+    used, gpus = timed.placement.gpus_per_domain, timed.hardware.domain.gpus
+    if used < gpus:
+        yield f"ranks are on {used} of the {gpus} GPUs of each domain, so that groups are on few"
     shown = len({lane.what for lane in lanes if lane.kind == "F"})
     of = step.num_microbatches * step.num_stages // step.num_ranks
     if lanes and shown < of:
         yield f"the timeline shows {shown:,} of {of:,} forwards of a rank"
+    if step.zero == 2 and timed.software.overlap_grads:
+        shown = replace(timed, software=replace(timed.software, overlap_grads=False))
+        hidden, waited = (each.sum_update(rank) for each in (timed, shown))
+        if waited > hidden:
+            yield (
+                "ZeRO-2 reduces gradients after every microbatch, which is assumed to hide under "
+                f"backward: {waited - hidden:.3g} s more a step if it does not"
+            )
     if config.moe is not None:
         yield _describe_room(step)
     if config.score_cap:
@@ -735,7 +527,30 @@ class _StepTimes:
                 parts["sends"] += self.transfer
             kernels = sum(times.kernels * n for times, n in each)
             made.append(Times(sum(parts.values()), parts, kernels, {}))
-        return made
+        return self._hide_exchanges(made)
+
+    def _hide_exchanges(self, made: list[Times]) -> list[Times]:
+        """The times, if exchanges of experts hide under the other half of a combined cell.
+
+        DualPipe computes a microbatch's forward with another one's backward, all but about one in
+        p / m of them. Exchanges take a share of the multiprocessors meanwhile, by which they slow
+        what hides them.
+        """
+        step = self.step
+        paired = max(0.0, 1 - step.num_ranks / step.num_microbatches)
+        if step.schedule not in _COMBINED or not self.software.overlap:
+            return made
+        found = list(made)
+        for index, other in ((0, 1), (1, 0)):
+            parts, free = dict(made[index].parts), made[other].computing
+            for name in (f"over {axis}" for axis in step.pieces.options.expert_axes):
+                sent = parts.get(name, 0.0)
+                hidden = min(sent, free)
+                free -= hidden
+                if sent:
+                    parts[name] = sent - paired * hidden * (1 - _TAKEN)
+            found[index] = replace(made[index], seconds=sum(parts.values()), parts=parts)
+        return found
 
     def _measure_times(self, piece: TracedPiece, index: int) -> Times:
         """A piece's times, if gathers and scatters of other layers overlap with it."""
@@ -846,6 +661,12 @@ class _StepTimes:
 
     # --- before and after the pipeline
 
+    def sum_update(self, rank: int) -> float:
+        """Seconds before and after the pipeline."""
+        parts: dict[str, float] = {}
+        self.add_update(parts, rank)
+        return sum(parts.values())
+
     def add_update(self, parts: dict[str, float], rank: int) -> None:
         """Add the reductions of gradients, the update, and the gathers of parameters."""
         step, hardware = self.step, self.hardware
@@ -920,8 +741,7 @@ class _StepTimes:
         if not config.tied or step.num_ranks == 1:
             return
         shared = config.padded_vocab * config.embed_dim / step.mesh["tp"]
-        reach = replace(self.placement.reach("pp"), size=2)
-        reach = replace(reach, per_domain=min(2, reach.per_domain))
+        reach = self.placement.reach("pp").pair()
         num_bytes = shared * (step.state.reduce or step.state.grad)
         parts["over pp"] = self.hardware.collective_seconds("psum", num_bytes, reach)
 
@@ -940,6 +760,9 @@ def _draw_lanes(found: pipeline.Timeline) -> list[Lane]:
     return lanes
 
 
+_COMBINED = ("dualpipe", "dualpipe-half", "dualpipev")
+_TAKEN = 20 / 132
+"""Multiprocessors of an H800 that exchanges take: DeepSeek-V3's report, section 3.2."""
 _LARGEST = 6000
 """The most actions of a pipeline that is simulated completely."""
 

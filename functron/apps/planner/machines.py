@@ -21,6 +21,7 @@ import itertools
 import math
 import os
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -178,7 +179,10 @@ class Hardware:
         name: of the GPU.
         peak_flops: FLOP/s by dtype, without sparsity.
         matmul: the fraction of it that matrix products reach.
-        attention: the fraction that fused attention reaches, by "forward" and "backward".
+        attention: the fraction that fused attention reaches in long sequences, by "forward" and
+            "backward"; "half_tokens", the length at which it reaches half of that, and "narrow",
+            what heads of at most 64 reach of it, where these are known. Other kernels' entries
+            begin with their names: "fa2_forward".
         memory: of a GPU.
         domain: GPUs that NVLink connects.
         network: between domains.
@@ -233,6 +237,20 @@ class Hardware:
         rate = self.peak(dtype) * self.matmul.utilisation(m, n, k, batch)
         moved = batch * (m * k + k * n + m * n) * dtype.itemsize
         return max(2 * batch * m * n * k / rate, self.memory_seconds(moved))
+
+    def attention_share(self, phase: str, tokens: int = 0, head_dim: int = 0) -> float:
+        """The fraction of the peak that fused attention reaches, by length and size of heads.
+
+        Args:
+            phase: "forward" or "backward".
+            tokens: of the keys; 0: as of long sequences.
+            head_dim: 0: as of 128.
+        """
+        rates = self.attention
+        share = rates[phase]
+        if tokens:
+            share *= tokens / (tokens + rates.get("half_tokens", 0.0))
+        return share * (rates.get("narrow", 1.0) if 0 < head_dim <= 64 else 1.0)
 
     def memory_seconds(self, num_bytes: float) -> float:
         """The seconds of a kernel that reads and writes so many bytes, without the launch."""
@@ -295,18 +313,24 @@ class GroupReach:
 
     Attributes:
         size: number of ranks.
-        per_domain: ranks that share an NVLink domain.
+        per_domain: ranks that share an NVLink domain; where that differs, the fewest, whose
+            network adapters are what the group has between domains.
         span: GPUs from the first rank to the last.
+        num_domains: that the group is in; 0: as many as `per_domain` says.
     """
 
     size: int
     per_domain: int
     span: int
+    num_domains: int = 0
 
-    @property
-    def num_domains(self) -> int:
-        """Number of domains that the group is in."""
-        return -(-self.size // self.per_domain)
+    def __post_init__(self):
+        if not self.num_domains:
+            object.__setattr__(self, "num_domains", -(-self.size // self.per_domain))
+
+    def pair(self) -> GroupReach:
+        """Two ranks of the group, in two domains if the group is in several."""
+        return GroupReach(2, 1 if self.num_domains > 1 else 2, self.span)
 
 
 @dataclass(frozen=True)
@@ -323,19 +347,40 @@ class RankPlacement:
 
     @staticmethod
     def on(mesh: Mesh, machine: Hardware) -> RankPlacement:
-        """The ranks of `mesh` on complete domains of a machine."""
-        return RankPlacement(mesh, machine.domain.gpus)
+        """The ranks of `mesh` on domains of a machine.
+
+        A job leaves up to an eighth of each domain's GPUs idle if groups of ranks are then on as
+        few domains as can be: 64 of 72 GPUs for ``tp=8`` and eight of the next axis.
+        """
+        gpus, used = machine.domain.gpus, 1
+        for _, size in reversed(mesh.axes):
+            part = max(n for n in range(1, size + 1) if size % n == 0 and used * n <= gpus)
+            used *= part
+            if part < size:
+                break
+        idle = mesh.size > gpus and used < gpus and _MOST_IDLE * gpus >= gpus - used
+        return RankPlacement(mesh, used if idle else gpus)
 
     def reach(self, axes: str | tuple[str, ...]) -> GroupReach:
-        """The placement of rank 0's group over `axes`; others may differ, if domains cut them."""
-        names = (axes,) if isinstance(axes, str) else axes
-        ranks, stride = [0], 1
-        for name, size in reversed(self.mesh.axes):
-            if name in names:
-                ranks = [rank + stride * i for i in range(size) for rank in ranks]
-            stride *= size
-        first = sum(rank < self.gpus_per_domain for rank in ranks)
-        return GroupReach(len(ranks), first, max(ranks) + 1)
+        """The placement of a group over `axes`, the worst one where domains cut them unevenly."""
+        return _find_reach(self, (axes,) if isinstance(axes, str) else tuple(axes))
+
+
+_MOST_IDLE = 1 / 8
+
+
+@functools.lru_cache(maxsize=16384)
+def _find_reach(placement: RankPlacement, axes: tuple[str, ...]) -> GroupReach:
+    per, inside, firsts, stride = placement.gpus_per_domain, [0], [0], 1
+    for name, size in reversed(placement.mesh.axes):
+        if name in axes:
+            inside = [rank + stride * i for i in range(size) for rank in inside]
+        else:  # groups that begin at the same place of a domain are cut alike
+            firsts = sorted({(first + stride * i) % per for i in range(size) for first in firsts})
+        stride *= size
+    shares = [Counter((first + rank) // per for rank in inside) for first in firsts]
+    fewest = min(min(share.values()) for share in shares)
+    return GroupReach(len(inside), fewest, max(inside) + 1, max(map(len, shares)))
 
 
 # --- files

@@ -38,8 +38,9 @@ from functron.apps.planner.machines import (
     to_tables,
     write_whole,
 )
-from functron.apps.planner.rates import FUNCTRON, UNCOMPILED, time_program
+from functron.apps.planner.rates import time_program
 from functron.apps.planner.search import count_state_bytes, trace_run
+from functron.apps.planner.software import FUNCTRON, UNCOMPILED, Software
 from functron.core import random, tree
 from functron.core.chart import line_chart
 from functron.core.errors import Problem, raise_problems, refuse
@@ -595,19 +596,25 @@ def find_this_machine(device: torch.device | str) -> Hardware:
     return find_hardware(torch.cuda.get_device_name(device))
 
 
-def estimate_run(made: RunSetup, machine: Hardware) -> Estimate:
+def estimate_run(
+    made: RunSetup, machine: Hardware, *, software: Software | None = None
+) -> Estimate:
     """Estimate the step of a run on a machine, with a process for each rank of its mesh.
 
     For a GPT the layers are traced; for other architectures, and with adapters, the whole step,
     which takes longer and supports no pipelines.
+
+    Args:
+        software: that runs the step, such as one of `OTHERS`; None: functron, compiled or not.
 
     Raises:
         ValueError: the model cannot run on the mesh, or the batch does not divide.
     """
     config, mesh = made.config, made.plain_mesh
     machine = machine.computing(config.precision.float32_matmul)
-    compiled, _ = made.choose_compiled(not machine.host.computes)
-    software = FUNCTRON if compiled else UNCOMPILED
+    if software is None:
+        compiled, _ = made.choose_compiled(not machine.host.computes)
+        software = FUNCTRON if compiled else UNCOMPILED
     if config.family.name != "gpt" or config.lora.adapters is not None:
         if made.is_pipelined:
             title, got = "cannot estimate this step", f"{config.title} with pp"

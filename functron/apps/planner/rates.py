@@ -26,8 +26,8 @@ import torch
 
 from functron import pipeline
 from functron.apps.planner.machines import GroupReach, Hardware, RankPlacement
+from functron.apps.planner.software import FUNCTRON, Software
 from functron.core import random, tree
-from functron.core.tables import shows_differences
 from functron.models import gpt
 from functron.models.config import GPTConfig
 from functron.models.options import DEFAULTS, ModelOptions
@@ -56,57 +56,6 @@ _LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
 _FREE = frozenset({"stack", "check_ids", "detach", "empty", "empty_like", "lift_fresh_copy"})
 
 
-@shows_differences
-@dataclass(frozen=True)
-class Software:
-    """How programs are run: fusion and overlap.
-
-    Attributes:
-        name: of the software, with its version.
-        fusion: ``"compiler"`` as above; ``"pointwise"``: reductions, norms and their gradients are
-            separate kernels, but softmax is fused with its input; ``"none"``: every equation is a
-            kernel.
-        sums_in_products: products of weight gradients accumulate into their sums.
-        overlap: a layer's collectives overlap with independent computation.
-        sequence_parts: as of `functron.jit`.
-        overlap_grads: reductions of gradients overlap with the last backward.
-        overlap_params: gathers of updated parameters overlap with the next forward.
-        async_sends: pipeline stages compute while they send.
-        scatter_sends: stages send each tensor-parallel rank's part, which is then gathered.
-        copies: gathers and scatters of sequences copy into the right layout, and recomputation
-            begins with a copy, as in functron; False: the sequence is the first dim in memory, as
-            in Megatron-LM.
-        graphs: kernels are launched by CUDA graphs.
-    """
-
-    name: str = "functron"
-    fusion: Literal["compiler", "pointwise", "none"] = "compiler"
-    sums_in_products: bool = True
-    overlap: bool = True
-    sequence_parts: int = 1
-    overlap_grads: bool = True
-    overlap_params: bool = True
-    async_sends: bool = True
-    scatter_sends: bool = False
-    copies: bool = True
-    graphs: bool = False
-
-    def on(self, hardware: Hardware) -> Software:
-        """As it runs on a machine: without overlap on CPUs."""
-        if not hardware.host.computes:
-            return self
-        return replace(self, overlap=False, overlap_grads=False, overlap_params=False)
-
-
-FUNCTRON = Software()
-"""Functron with compiled steps."""
-UNCOMPILED = replace(
-    FUNCTRON, name="functron uncompiled", fusion="none", sums_in_products=False,
-    overlap=False, overlap_grads=False, overlap_params=False,
-)  # fmt: skip
-"""Functron where steps are not compiled: nothing is fused, and what is sent is waited for."""
-
-
 def classify_equation(equation: Equation) -> WorkKind:
     """The kind of an equation that is not a scan, by what takes its time."""
     if axis_of(equation) is not None:
@@ -129,7 +78,7 @@ class EquationWork(NamedTuple):
         num_bytes: that its kernel reads and writes; the payload of a collective.
         flops: of products and attention; otherwise the kernel's elementwise operations.
         dtype: of products and attention.
-        shape: (m, n, k, batch) of a matrix product.
+        shape: (m, n, k, batch) of a matrix product; (tokens, size) of attention's keys.
         what: the operation.
         axis: of a collective.
         share: fraction of its kernel's time.
@@ -140,7 +89,7 @@ class EquationWork(NamedTuple):
     num_bytes: float = 0
     flops: float = 0
     dtype: torch.dtype = torch.float32
-    shape: tuple[int, int, int, int] | None = None
+    shape: tuple[int, ...] | None = None
     what: str = ""
     axis: str = ""
     share: float = 1.0
@@ -155,13 +104,16 @@ class EquationWork(NamedTuple):
         least = machine.memory_seconds(self.num_bytes)
         if self.kind == "memory":
             least = max(least, self.flops / machine.peak(torch.float32))
+        elif self.kind == "attention":
+            tokens, size = self.shape or (0, 0)
+            phase = "backward" if "backward" in self.what else "forward"
+            part = machine.attention_share(phase, tokens, size)
+            least = max(least, self.flops / (machine.peak(self.dtype) * part))
         elif self.shape is not None:
             m, n, k, batch = self.shape
             least = max(least, machine.matmul_seconds(m, n, k, self.dtype, batch))
         else:
-            backward = "backward" in self.what
-            part = machine.attention["backward" if backward else "forward"]
-            part = part if self.kind == "attention" else machine.matmul.efficiency
+            part = machine.matmul.efficiency
             least = max(least, self.flops / (machine.peak(self.dtype) * part))
         return (least + machine.kernel_seconds) * self.share
 
@@ -179,13 +131,20 @@ def count_work(equation: Equation) -> EquationWork:
     flops = equation_flops(equation)
     if kind == "attention":
         flops *= 0.5 if _is_causal(equation) else 1.0
-        return EquationWork(kind, num_bytes, flops, equation.operands[0].dtype, what=name)
+        dtype, keys = equation.operands[0].dtype, _find_keys(equation)
+        return EquationWork(kind, num_bytes, flops, dtype, keys, name)
     factors = [v for v in equation.operands if len(v.shape) >= 2][-2:]
     shape = None
     if name in _PRODUCTS and len(factors) == 2 and flops:
         m, k, n = *factors[0].shape[-2:], factors[1].shape[-1]
         shape = (m, n, k, max(1, round(flops / (2 * m * n * k))))
     return EquationWork(kind, num_bytes, flops, equation.operands[0].dtype, shape, name)
+
+
+def _find_keys(equation: Equation) -> tuple[int, int] | None:
+    """Tokens and size of the heads that torch's attention has as keys: ``[..., tokens, size]``."""
+    heads = [v.shape for v in equation.operands if len(v.shape) == 4]
+    return (max(heads[1][-2], 1), heads[1][-1]) if len(heads) > 1 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,6 +195,8 @@ def fuse_program(program: Code, software: Software, load: ExpertLoad = BALANCED)
         for each in blocks:
             for group in fuse_equations(each, software, free):
                 found.update(_share_work(group))
+    if software.fused_casts:
+        found.update({e: _fuse_cast(e, work) for e, work in found.items() if e.name in _CASTS})
     for product, part in find_filled(made, dict(load.rooms) or None).items():
         part = min(1.0, part * load.imbalance)
         whole = found[product]
@@ -252,6 +213,16 @@ def fuse_program(program: Code, software: Software, load: ExpertLoad = BALANCED)
                     found[product] = found[product]._replace(num_bytes=more)
                     found.update(dict.fromkeys(chain, EquationWork("nothing", kernels=0)))
     return FusedProgram(made, MappingProxyType(found))
+
+
+_CASTS = frozenset({"quantise", "abs", "amax", "nan_to_num"})
+
+
+def _fuse_cast(equation: Equation, work: EquationWork) -> EquationWork:
+    """The work of a cast in the kernel before it: the writes of quantised values."""
+    if equation.name != "quantise":
+        return EquationWork("nothing", kernels=0)  # magnitudes are known from the steps before
+    return work._replace(num_bytes=sum(v.nbytes for v in equation.results), share=1.0)
 
 
 def count_empty_flops(program: Code, rooms: Mapping[int, float] | None = None) -> float:

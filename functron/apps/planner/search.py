@@ -30,7 +30,8 @@ from functron.apps.planner.estimates import (
     estimate_step,
 )
 from functron.apps.planner.machines import Hardware, RankPlacement, hardware
-from functron.apps.planner.rates import FUNCTRON, UNCOMPILED, TracedPieces, trace_pieces
+from functron.apps.planner.rates import TracedPieces, trace_pieces
+from functron.apps.planner.software import FUNCTRON, UNCOMPILED, Software
 from functron.core import random, tree
 from functron.core.chart import line_chart
 from functron.core.errors import Problem, nearest, raise_problems, refuse
@@ -340,6 +341,7 @@ class SearchResult:
         counts: numbers of candidates by outcome.
         smallest: if none fits: the candidate that needs the least memory, and its bytes by
             category.
+        smallest_of_all: whether no candidate can need less: otherwise, the least of those traced.
         capacity_bytes: memory of a rank.
         reasons: the most frequent reasons why candidates cannot be run, with counts.
         complete: whether every candidate that could be among the best was timed.
@@ -350,6 +352,7 @@ class SearchResult:
     front: tuple[Ranked, ...]
     counts: Mapping[str, int]
     smallest: tuple[TrainConfig, Mapping[str, int]] | None
+    smallest_of_all: bool
     capacity_bytes: int
     reasons: tuple[tuple[str, int], ...]
     complete: bool
@@ -422,6 +425,7 @@ def search(
     reasons: Counter[str] = Counter()
     bounded, small = _bound_candidates(space, model, counts, reasons)
     timed: list[Ranked] = []
+    traced: dict[TrainConfig, Mapping[str, int]] = {}
     kth = math.inf
     full: set[TrainConfig] = set()
     for bound, candidate in bounded:
@@ -430,20 +434,23 @@ def search(
             counts["slower at best"] += 1
         elif spent > 1.5 * cpu_seconds or (spent > cpu_seconds and not model.traced(candidate)):
             counts["not looked at"] += 1
+            small.append((model.state_bytes(candidate), candidate))
         elif _halve_rows(candidate) in full:
             full.add(candidate)
             counts["too large"] += 1
-        elif (held := sum(model.memory(candidate).values())) > model.capacity_bytes:
+        elif sum((memory := model.memory(candidate)).values()) > model.capacity_bytes:
             full.add(candidate)
             counts["too large"] += 1
-            small.append((held, candidate))
+            traced[candidate] = memory
         else:
             timed.append(Ranked(candidate, model.estimate(candidate)))
             times = (one.estimate.step_seconds for one in timed)
             kth = heapq.nsmallest(top, itertools.chain(times, [math.inf] * top))[-1]
     timed.sort(key=_rank_key)
     counts["timed"] = len(timed)
-    smallest = _find_smallest(model, small) if small and not timed else None
+    smallest, of_all = None, True
+    if not timed:
+        smallest, of_all = _find_smallest(model, small, traced, cpu_seconds / 2)
     listed = {name: counts[name] for name in _COUNTS}
     best = [Ranked(one.candidate, model.estimate(one.candidate, exact=True)) for one in timed[:top]]
     return SearchResult(
@@ -451,6 +458,7 @@ def search(
         _find_front(timed),
         MappingProxyType(listed),
         smallest,
+        of_all,
         model.capacity_bytes,
         tuple(reasons.most_common(3)),
         not counts["not looked at"],
@@ -505,19 +513,36 @@ def _rank_key(one: Ranked) -> tuple:
 
 
 def _find_smallest(
-    model: Choices, found: Sequence[tuple[float, TrainConfig]]
-) -> tuple[TrainConfig, Mapping[str, int]]:
-    """The candidate that needs the least memory, of a few with the smallest state."""
+    model: Choices,
+    bounded: Sequence[tuple[float, TrainConfig]],
+    traced: Mapping[TrainConfig, Mapping[str, int]],
+    cpu_seconds: float,
+) -> tuple[tuple[TrainConfig, Mapping[str, int]], bool]:
+    """The candidate that needs the least memory, and whether no other can need less.
+
+    Args:
+        bounded: candidates that were not traced, with lower bounds of their bytes. They are traced
+            in the order of guesses, those that may need less than the least so far.
+        traced: bytes by category of others.
+        cpu_seconds: after which no more are traced.
+    """
+    began = time.process_time()
+    found = min(traced.items(), key=lambda pair: sum(pair[1].values()), default=None)
+    least = sum(found[1].values()) if found else math.inf
 
     def order(one: tuple[float, TrainConfig]) -> tuple:
-        return one[0], count_rows(one[1]), one[1].compute.remat != "full"
+        return one[0] + model.guess_activations(one[1]), one[0], count_rows(one[1])
 
-    tried = [candidate for _, candidate in heapq.nsmallest(_TRIED, found, key=order)]
-    pairs = [(one, model.memory(one)) for one in tried]
-    return min(pairs, key=lambda pair: sum(pair[1].values()))
-
-
-_TRIED = 4
+    for bound, candidate in sorted((one for one in bounded if one[0] < least), key=order):
+        if bound >= least:
+            continue
+        if found and time.process_time() - began > cpu_seconds:
+            return found, False
+        memory = model.memory(candidate)
+        if sum(memory.values()) < least:
+            found, least = (candidate, memory), sum(memory.values())
+    assert found is not None, "every candidate is traced or bounded"
+    return found, True
 
 
 def _find_front(timed: Sequence[Ranked]) -> tuple[Ranked, ...]:
@@ -553,8 +578,9 @@ def explain_misfit(found: SearchResult) -> str:
     if rest:
         nothing = f"no candidate that was tried fits, and {rest:,} were not tried"
         fixes.insert(0, "a larger --cpu-seconds, or --fix, such as remat=full,rows=1")
+    least = "needs the least" if found.smallest_of_all else "needs the least of those tried"
     return (
-        f"{nothing}: {describe_way(candidate)} needs the least, "
+        f"{nothing}: {describe_way(candidate)} {least}, "
         f"{bytes_text(needed)} of the {bytes_text(has)} that a GPU has "
         f"({bytes_text(needed - has)} too much): {listed}; fix: {'; or '.join(fixes)}"
     )
@@ -757,7 +783,7 @@ class Choices:
         peaks, peak = self.machine.peak_flops, self.machine.peak(c.gpt.torch_dtype)
         if c.precision.recipe is not None:
             peak = max(peak, *(rate for name, rate in peaks.items() if name.startswith("float")))
-        return peak * max(self.machine.matmul.efficiency, *self.machine.attention.values())
+        return peak * max(self.machine.matmul.efficiency, self.machine.attention["forward"])
 
     def guess(self, candidate: TrainConfig) -> float:
         """About the time of a step: `least_seconds`, and half of the layers' communication over tp,
@@ -792,9 +818,9 @@ class Choices:
             filled = min(2 / 3, 2 / 3 * ranks.microbatches / mesh["pp"])
             seconds *= 1 + (1 - filled) * (mesh["pp"] - 1) / ranks.microbatches
         free = self.capacity_bytes - self.state_bytes(c)
-        return seconds + (self._guess_activations(c) >= _FAR * free) * _LATE
+        return seconds + (self.guess_activations(c) >= _FAR * free) * _LATE
 
-    def _guess_activations(self, c: TrainConfig) -> float:
+    def guess_activations(self, c: TrainConfig) -> float:
         """Bytes of a rank's activations, scaled from those of another split of the layers."""
         mesh, ranks = mesh_of(c), c.parallelism
         key = "like", c.compute.remat, c.precision.name, mesh["ep"], mesh["ep_node"]
@@ -812,9 +838,16 @@ class Choices:
         """Bytes of the fullest rank, by category."""
         return estimate_memory(self._make_step(candidate))
 
-    def estimate(self, candidate: TrainConfig, *, exact: bool = False) -> Estimate:
-        """The step's time and memory: by simulating its pipeline exactly, or by formulas."""
-        software = FUNCTRON if candidate.compute.compile is True else UNCOMPILED
+    def estimate(
+        self, candidate: TrainConfig, *, exact: bool = False, software: Software | None = None
+    ) -> Estimate:
+        """The step's time and memory: by simulating its pipeline exactly, or by formulas.
+
+        Args:
+            software: that runs it, such as one of `OTHERS`; None: functron.
+        """
+        if software is None:
+            software = FUNCTRON if candidate.compute.compile is True else UNCOMPILED
         step = self._make_step(candidate)
         return estimate_step(step, self.machine, software=software, exact=exact)
 

@@ -91,6 +91,32 @@ def test_where_ranks_are():
     assert placed.reach("dp").num_domains == 2
 
 
+@pytest.mark.parametrize(
+    ("gpus", "wanted"),
+    [
+        (8, GroupReach(4, 4, 4, 1)),
+        (6, GroupReach(4, 2, 4, 2)),  # 0-3, 4 5|6 7, 8-11 of three
+        (5, GroupReach(4, 1, 4, 2)),  # 4|5 6 7
+    ],
+)
+def test_the_worst_group_counts(gpus, wanted):
+    assert RankPlacement(Mesh(dp=6, tp=4), gpus).reach("tp") == wanted
+    worst = hardware("h100").collective_seconds("psum", 1e9, wanted)
+    assert worst >= hardware("h100").collective_seconds("psum", 1e9, GroupReach(4, 4, 4))
+
+
+def test_jobs_leave_few_gpus_of_a_domain_idle():
+    """64 of 72, so that no group straddles; of 125 x 8 ranks whole domains, and uneven shares."""
+    gb200 = hardware("gb200")
+    placed = RankPlacement.on(Mesh(pp=16, dp=8, tp=8), gb200)
+    assert placed.gpus_per_domain == 64
+    assert placed.reach("dp") == GroupReach(8, 8, 57, 1)
+    assert RankPlacement.on(Mesh(dp=9, tp=8), gb200).gpus_per_domain == 72
+    placed = RankPlacement.on(Mesh(dp=125, tp=8), gb200)
+    assert placed.reach("dp") == GroupReach(125, 8, 993, 14)  # 13 domains of 9, one of 8
+    assert RankPlacement.on(Mesh(dp=8, tp=4), hardware("h100")).gpus_per_domain == 8
+
+
 def test_every_machine_is_read_and_written(tmp_path):
     for name in MACHINES:
         found = hardware(name)

@@ -9,7 +9,7 @@ import pytest
 
 from functron.apps.planner.estimates import Estimate
 from functron.apps.planner.machines import hardware
-from functron.apps.planner.rates import FUNCTRON
+from functron.apps.planner.software import FUNCTRON
 from functron.spmd import Mesh
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))

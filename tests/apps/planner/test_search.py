@@ -15,7 +15,6 @@ from functron.apps import planner
 from functron.apps.planner.estimates import Estimate
 from functron.apps.planner.machines import hardware
 from functron.apps.planner.measurements import estimate_run
-from functron.apps.planner.rates import FUNCTRON
 from functron.apps.planner.search import (
     AXES,
     Choices,
@@ -30,6 +29,7 @@ from functron.apps.planner.search import (
     search,
     why,
 )
+from functron.apps.planner.software import FUNCTRON
 from functron.models.config import GPTConfig, MoEConfig
 from functron.spmd import Mesh
 from functron.training.config import TrainConfig, configure, with_precision
@@ -51,6 +51,7 @@ class Invented:
     """A model whose times and bytes are formulas, and which remembers what was asked of it."""
 
     capacity_bytes: int = 1000
+    received: int = 0  # bytes for every rank of the pipeline
     timed: list[TrainConfig] = field(default_factory=list)
 
     def problems(self, candidate):
@@ -71,7 +72,12 @@ class Invented:
         mesh = mesh_of(candidate)
         live = min(candidate.parallelism.microbatches, mesh["pp"])
         activations = held * count_rows(candidate) * live * 16 / (mesh["pp"] * mesh["tp"])
-        return {"parameters": round(self.state_bytes(candidate)), "activations": round(activations)}
+        found = {"parameters": self.state_bytes(candidate), "activations": activations}
+        found["workspace"] = self.received * mesh["pp"]
+        return {name: round(size) for name, size in found.items()}
+
+    def guess_activations(self, candidate):
+        return self.memory(candidate)["activations"]
 
     def estimate(self, candidate, *, exact=False):
         if not exact:
@@ -252,6 +258,22 @@ def test_a_model_that_fits_nowhere_says_by_how_much():
     assert f"{least - 100} B too much" in text
     assert "offload=true" in text
     assert "about 2 times as many GPUs" in text
+
+
+def test_what_needs_the_least_is_the_least_of_all_or_said_to_be_of_those_tried():
+    """Here more stages need less state, but more memory: the least state is not the least."""
+    model = Invented(capacity_bytes=100, received=300)
+    sizes = [sum(model.memory(c).values()) for c in everything() if mesh_of(c)["tp"] <= 4]
+    found = search(space(), model)
+    assert found.smallest is not None
+    candidate, memory = found.smallest
+    assert sum(memory.values()) == min(sizes)
+    assert mesh_of(candidate)["pp"] == 1
+    assert found.smallest_of_all
+    assert "needs the least, " in explain_misfit(found)
+    few = search(space(), Invented(capacity_bytes=400, received=300), cpu_seconds=0.0)
+    assert not few.smallest_of_all
+    assert "needs the least of those tried, " in explain_misfit(few)
 
 
 def test_why_another_is_not_the_best():
