@@ -51,12 +51,20 @@ from functron.training.rooms import EXPERT_ROOM
 from functron.training.setup import make_setup
 
 if TYPE_CHECKING:
-    from functron.apps.planner.search import Choices, SearchResult
+    from functron.apps.planner.search import (
+        Choices,
+        SearchResult,
+    )
+    from functron.apps.planner.sizing import FoundSizes
+    from functron.apps.planner.space import (
+        Space,
+    )
 
 planner: Any = apps.find("planner")
 """The planner, which `run` and `recipes` need; None where it is not installed."""
 
 _SEQ = 2048  # default for models without a longest sequence
+_PLAN_SEQ = 8192
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class PlanOptions:
         run: a run folder or config.toml, whose model, batches and optimizer are planned; default:
             the preset of --model.
         gpus: number of GPUs.
-        seq: tokens per sample; 0: the model's longest.
+        seq: tokens per sample; 0: 8,192, or the model's longest where that is shorter.
         global_batch: samples per step, over all GPUs.
         precision: precision policy, as for functron train; auto: bf16, or float32 on a CPU.
         hardware: name of a known machine, or the path of a TOML file that describes one.
@@ -85,7 +93,13 @@ class PlanOptions:
         precisions: precision policies to compare, such as bf16,fp8-block; empty: --precision alone.
         top: number of candidates to print.
         tokens: training tokens, for which GPU hours and energy are printed; 0: not printed.
-        cpu_seconds: CPU time, after which no more kinds of layers are traced.
+        target_days: find the fewest GPUs, a multiple of --gpus, that train --tokens in so many
+            days, and plan for these; 0: plan for --gpus.
+        budget: find the most GPUs, a multiple of --gpus, on which --tokens cost no more dollars, or
+            refuse what --target-days takes if it costs more; 0: any sum.
+        gpu_hour_dollars: the price of a GPU for an hour.
+        cpu_seconds: CPU time, after which no more kinds of layers are traced; batches and numbers
+            of GPUs beside those given have a third of it, together.
         out: write the best candidate's configuration to this file, for functron train --config.
         model: name of a preset, which sets the architecture.
         gpt: the architecture.
@@ -110,7 +124,10 @@ class PlanOptions:
     explain: bool = False
     precisions: str = ""
     top: int = setting(10, least=1)
-    tokens: float = 0.0
+    tokens: float = setting(0.0, least=0)
+    target_days: float = setting(0.0, least=0)
+    budget: float = setting(0.0, least=0)
+    gpu_hour_dollars: float = setting(0.0, least=0)
     cpu_seconds: float = 30.0
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -144,6 +161,13 @@ PLAN_NEEDS: Needs = MappingProxyType({
         "optimizer.grad_dtype", "optimizer.reduce_dtype", "optimizer.loss_scale.initial",
     ),
     **never("a setting of candidates", "add --fix offload=true", "optimizer.offload"),
+    "target_days": Need(lambda c: c.tokens > 0, "training tokens", "add --tokens 1e12, say"),
+    "budget": Need(
+        lambda c: c.tokens > 0 and c.gpu_hour_dollars > 0,
+        "training tokens, and the price of a GPU",
+        "add --tokens 1e12 --gpu-hour-dollars 2, say",
+    ),
+    "gpu_hour_dollars": Need(lambda c: c.tokens > 0, "training tokens", "add --tokens 1e12, say"),
     "expert_room": Need(
         lambda c: c.gpt.moe is not None or c.expert_room == EXPERT_ROOM,
         "experts", "choose a model with some",
@@ -167,6 +191,8 @@ def run(arguments: Sequence[str]) -> int:
         choices = planner.Choices(config, planner.hardware(options.hardware))
         more = {"precisions": _parse_precisions(options.precisions)} if options.precisions else {}
         space = choices.space(options.gpus, fixed=fixed, least=least, **more)
+        sized = _find_gpus(options, space, choices)
+        space = space if sized is None else replace(space, gpus=sized.chosen.gpus)
         search = functools.partial(
             planner.search, model=choices, top=options.top, cpu_seconds=options.cpu_seconds
         )
@@ -177,8 +203,15 @@ def run(arguments: Sequence[str]) -> int:
         if not found.best:
             raise ValueError(planner.explain_misfit(found))
         reasons = planner.why(found, asked, space, choices) if asked else ""
-    print(_describe_plan(options, choices))
+        beside = planner.find_neighbours(
+            space, choices, found.best[0], cpu_seconds=options.cpu_seconds / 3
+        )
+    print(_describe_plan(options, choices, space.gpus))
+    if sized is not None:
+        print(f"\n{sized}")
     print(f"\n{found}")
+    for other in beside:
+        print(f"\nbetter: {other}")
     if reasons:
         print(f"\nwhy not {reasons}")
     best = found.best[0].estimate
@@ -190,10 +223,25 @@ def run(arguments: Sequence[str]) -> int:
     if options.tokens:
         hours, joules = best.gpu_hours(options.tokens), best.energy_joules(options.tokens)
         about = f"{hours:,.0f} GPU hours, {joules / 3.6e9:,.0f} MWh"
+        if options.gpu_hour_dollars:
+            about += f", ${hours * options.gpu_hour_dollars:,.0f}"
         print(f"\n{options.tokens:.3g} tokens: {about}")
     with outside():
         _write(options, arguments, choices, found)
     return 0
+
+
+def _find_gpus(options: PlanOptions, space: Space, choices: Choices) -> FoundSizes | None:
+    """How many GPUs a deadline or a budget takes; None: neither is given."""
+    if not (options.target_days or options.budget):
+        return None
+    target = planner.Target(
+        options.tokens,
+        options.target_days or math.inf,
+        options.budget or math.inf,
+        options.gpu_hour_dollars,
+    )
+    return planner.find_gpus(space, choices, target, cpu_seconds=options.cpu_seconds / 3)
 
 
 def _parse_plan(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
@@ -215,14 +263,14 @@ def _parse_plan(arguments: Sequence[str]) -> tuple[PlanOptions, TrainConfig]:
     _check_is_first(options.run, name, "plan")
     if options.model != base.model:
         refuse("cannot plan two models", "model", f"{base.model} and {options.model}", "one")
-    longest = getattr(base.architecture, "max_seq", _SEQ)
+    longest = options.gpt.max_seq
     _check(options, longest)
     ranks, precision = base.parallelism, value_of("--precision", arguments)
     config = configure(
         base,
         gpt=options.gpt,
         optimizer=options.optimizer,
-        seq=options.seq or longest,
+        seq=options.seq or min(longest, _PLAN_SEQ),
         global_batch=options.global_batch,
         # the search chooses the others; it knows neither vocab_over_pp nor processes
         parallelism=ParallelismConfig(
@@ -263,7 +311,7 @@ def _parse_precisions(text: str) -> tuple[str, ...]:
     return names
 
 
-def _describe_plan(options: PlanOptions, choices: Choices) -> str:
+def _describe_plan(options: PlanOptions, choices: Choices, gpus: int) -> str:
     config, machine = choices.config, choices.machine
     calibration = machine.calibration
     if calibration.rows:
@@ -272,7 +320,7 @@ def _describe_plan(options: PlanOptions, choices: Choices) -> str:
         sure = f"from data sheets, with the efficiencies of {calibration.kin or 'none'}"
     return (
         f"{config.title}: {config.data.global_batch} samples of {config.data.seq} tokens a step on "
-        f"{options.gpus} x {machine.name} ({sure})"
+        f"{gpus} x {machine.name} ({sure})"
     )
 
 

@@ -177,6 +177,11 @@ STEPS = [
 ]
 
 
+def step_factors(life, **row):
+    return [{"row": tuple(row.values())}, {"life": life, "pipeline": bool(row["schedule"])}]
+
+
+@pytest.mark.pairwise(of=step_factors)
 @pytest.mark.parametrize(("mesh", "count", "schedule", "remat"), STEPS, ids=str)
 @pytest.mark.parametrize("life", ["eager", "traced"])
 def test_a_training_step_gives_the_values_of_every_microbatch_and_stage(

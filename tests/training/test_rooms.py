@@ -148,7 +148,7 @@ def assert_equal(got, want):
 
 
 def factors(name, row, skew):
-    return [{"name": name, "skew": skew}, {"row": row, "skew": skew}, {"name": name, "row": row}]
+    return [{"name": name, "skew": skew}, {"row": row, "half": skew in SKEWS[:2]}]
 
 
 def check_step(name, row, skew, rows=ROWS, **more):
@@ -205,9 +205,19 @@ def compiled_factors(name, row, skew):
     return [{"name": name}, {"row": row}, {"skew": skew}]
 
 
+FEW = (1, 4, 8)
+"""The rows that are compiled without --full: tracing takes seconds."""
+
+
 @pytest.mark.pairwise(of=compiled_factors)
 @pytest.mark.parametrize("skew", SKEWS)
-@pytest.mark.parametrize("row", range(len(ROWS)), ids=lambda row: f"{row}-{ROWS[row][0]}")
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(i, marks=() if i in FEW else pytest.mark.full, id=f"{i}-{mesh}")
+        for i, (mesh, _) in enumerate(ROWS)
+    ],
+)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in TWO_HOP])
 def test_compiled_steps_are_those_of_all_tokens(quick, name, row, skew):
     check_step(name, row, skew, compile=True)
@@ -294,8 +304,8 @@ def test_evaluation_beyond_all_rooms_is_not_compiled(quick, made_for, monkeypatc
 @pytest.mark.parametrize(
     "checks",
     [
-        ("compiled", "pipeline", "memory"),
-        pytest.param(("more", "two-hop"), marks=pytest.mark.full),
+        ("compiled", "pipeline"),
+        pytest.param(("memory", "more", "two-hop"), marks=pytest.mark.full),
     ],
     ids="-".join,
 )
@@ -317,6 +327,7 @@ def test_room_changes_no_bit():
         assert all(map(torch.equal, tree.leaves(other), tree.leaves(moved)))
 
 
+@pytest.mark.full
 def test_graphs_of_rooms(recorded, monkeypatch):  # noqa: F811
     """A graph of each room that held for long, whose flag is read when it was launched."""
     settings = property(lambda self: {"backend": "eager", "graph": True})

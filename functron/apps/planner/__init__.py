@@ -34,12 +34,15 @@ if TYPE_CHECKING:
     from functron.apps.planner.report import Estimate, compare_software
     from functron.apps.planner.search import (
         Choices,
-        Space,
         explain_misfit,
-        parse_settings,
         search,
         why,
     )
+    from functron.apps.planner.sizing import Target, find_gpus, find_neighbours
     from functron.apps.planner.software import FUNCTRON, OTHERS, Software
+    from functron.apps.planner.space import (
+        Space,
+        parse_settings,
+    )
 
 import_lazily(__name__)

@@ -10,7 +10,6 @@ is above the times of the best so far.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import heapq
 import itertools
 import math
@@ -32,296 +31,27 @@ from functron.apps.planner.estimates import (
 from functron.apps.planner.machines import Hardware, RankPlacement, hardware
 from functron.apps.planner.rates import TracedPieces, trace_pieces
 from functron.apps.planner.software import FUNCTRON, UNCOMPILED, Software
+from functron.apps.planner.space import (
+    COLUMNS,
+    REPLICA_AXES,
+    Space,
+    count_rows,
+    describe_cells,
+    describe_way,
+    mesh_of,
+)
 from functron.core import random, tree
 from functron.core.chart import line_chart
-from functron.core.errors import Problem, nearest, raise_problems, refuse
-from functron.core.settings import value_at
+from functron.core.errors import refuse
 from functron.core.tables import bytes_text, table
 from functron.models import gpt
 from functron.nn.moe import mean_nodes
 from functron.optim import torch_dtype
-from functron.spmd import DATA_AXES, Mesh
+from functron.spmd import Mesh
 from functron.spmd.params import joined_params, num_params, param_specs
 from functron.spmd.spec import local_shape
-from functron.training.config import TrainConfig, configure, with_precision
+from functron.training.config import TrainConfig, configure
 from functron.training.setup import RunSetup, make_setup
-
-AXES = ("pp", "dp", "fsdp", "cp", "ep_node", "ep", "tp")
-"""The axes of candidates' meshes, in order: ranks of tp are adjacent."""
-
-
-CHOSEN: Mapping[str, str] = MappingProxyType(
-    {
-        name: name
-        for name in (
-            "schedule", "chunks", "microbatches", "remat", "sequence_parallel", "zero", "gather",
-            "precision",
-        )
-    }
-    | {"offload": "optimizer.offload"}
-)  # fmt: skip
-"""The settings that a search chooses, beside the mesh, by their words in ``--fix``."""
-
-
-_parse_mesh = functools.lru_cache(maxsize=4096)(Mesh.parse)
-
-
-def mesh_of(config: TrainConfig) -> Mesh:
-    """The mesh of a run."""
-    return _parse_mesh(config.parallelism.mesh)
-
-
-def count_data_ranks(config: TrainConfig) -> int:
-    """Ranks that split the batch of a run."""
-    return math.prod(mesh_of(config)[axis] for axis in DATA_AXES)
-
-
-def count_rows(config: TrainConfig) -> int:
-    """Samples per rank in a microbatch of a run."""
-    parts = count_data_ranks(config) * config.parallelism.microbatches
-    return config.data.global_batch // parts
-
-
-def describe_cells(config: TrainConfig) -> list[str]:
-    """The cells of a candidate below `COLUMNS`."""
-    ranks, mesh = config.parallelism, mesh_of(config)
-    chunks = f" x{ranks.chunks}" if ranks.chunks > 1 else ""
-    data = f"zero {ranks.zero}" if ranks.zero else ""
-    data += f" {ranks.gather}" if mesh["fsdp"] > 1 and ranks.gather != "use" else ""
-    flags = [
-        "sp" * ranks.sequence_parallel, data.strip(), "offload" * config.optimizer.offload
-    ]  # fmt: skip
-    return [
-        ranks.mesh or "one rank",
-        f"{ranks.schedule}{chunks}" if mesh["pp"] > 1 else "",
-        f"{ranks.microbatches} of {count_rows(config)}",
-        config.compute.remat,
-        ", ".join(filter(None, flags)),
-        config.precision.name,
-    ]
-
-
-def describe_way(config: TrainConfig) -> str:
-    """A candidate in a few words."""
-    return " ".join(filter(None, describe_cells(config)))
-
-
-COLUMNS = ("mesh", "schedule", "microbatches", "remat", "", "precision")
-
-_NAMES = (*AXES, *itertools.islice(CHOSEN, 2), "rows", *itertools.islice(CHOSEN, 2, None))
-_USUAL = MappingProxyType({
-    **dict.fromkeys((*AXES, "rows"), 1),
-    **{word: value_at(TrainConfig(), name) for word, name in CHOSEN.items()},
-})  # fmt: skip
-_NUMBERS = tuple(name for name in _NAMES if type(_USUAL[name]) is int)
-_OTHER_NAMES: Mapping[str, str] = MappingProxyType(
-    {"microbatch": "rows", "micro_batch_size": "rows", "num_microbatches": "microbatches"}
-)
-_WORDS: Mapping[str, bool] = MappingProxyType(
-    {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-)
-
-
-def parse_settings(text: str, what: str, *, numbers: bool = False) -> dict[str, Any]:
-    """Settings of candidates written as ``"tp=8,pp=16,remat=full"``.
-
-    Args:
-        text: the settings; empty: none.
-        what: the option that has the text.
-        numbers: only numeric settings are allowed.
-
-    Raises:
-        ValueError: settings are unknown or have invalid values; all are listed.
-    """
-    found: dict[str, Any] = {}
-    problems: list[Problem] = []
-    known = _NUMBERS if numbers else _NAMES
-    for entry in filter(None, (part.strip() for part in text.replace(" ", ",").split(","))):
-        name, _, value = (part.strip() for part in entry.partition("="))
-        name = name.replace("-", "_")
-        name = _OTHER_NAMES.get(name, name)
-        if name not in known:
-            wanted = f"one of {', '.join(known)}"
-            problems.append(Problem(what, repr(name), wanted, nearest(name, known)))
-        elif name in _NUMBERS and not value.isdigit():
-            problems.append(Problem(what, repr(entry), f"a whole number, such as {name}=8"))
-        elif type(_USUAL[name]) is bool and value.lower() not in _WORDS:
-            problems.append(Problem(what, repr(entry), f"{name}=true or {name}=false"))
-        elif name in found:
-            problems.append(Problem(what, f"{name} twice", "every setting once"))
-        elif name in _NUMBERS:
-            found[name] = int(value)
-        else:
-            found[name] = _WORDS.get(value.lower(), value)
-    raise_problems(f"cannot read {what} {text!r}", problems)
-    return found
-
-
-@dataclass(frozen=True)
-class Space:
-    """The candidates of a search: configurations of one run, for ``functron train``.
-
-    Attributes:
-        config: the run of a GPT: model, batches, optimizer; a search replaces its other settings.
-        gpus: ranks of every mesh.
-        domain: GPUs that NVLink connects; tp stays within them unless it is fixed.
-        fixed: settings that all candidates have, by the words of `parse_settings`.
-        least: lower bounds of settings.
-        rows, remats, precisions, schedules: the values that are tried.
-    """
-
-    config: TrainConfig
-    gpus: int
-    domain: int = 8
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    least: Mapping[str, int] = field(default_factory=dict)
-    rows: Sequence[int] = (1, 2, 4)
-    remats: Sequence[str] = ("none", "dots", "full")
-    precisions: Sequence[str] = ("bf16",)
-    schedules: Sequence[str] = ("1f1b", "interleaved", "zb-h1", "zbv")
-
-    def __post_init__(self):
-        counts = {name: getattr(self, name) for name in ("gpus", "domain")}
-        counts |= {name: getattr(self.config.data, name) for name in ("global_batch", "seq")}
-        found = [Problem(name, str(n), "at least 1") for name, n in counts.items() if n < 1]
-        axes = math.prod(self.fixed.get(axis, 1) for axis in AXES)
-        if not found and (axes < 1 or self.gpus % axes):
-            got = ",".join(f"{axis}={self.fixed[axis]}" for axis in AXES if axis in self.fixed)
-            fix = f"take {self.gpus - self.gpus % max(axes, 1) or axes} GPUs, or other sizes"
-            found.append(Problem("gpus", f"{self.gpus} for {got}", f"a multiple of {axes}", fix))
-        clash = [n for n, size in self.least.items() if n in self.fixed and self.fixed[n] < size]
-        found += [
-            Problem(name, f"{self.fixed[name]}", f"at least {self.least[name]}", "leave one out")
-            for name in clash
-        ]
-        raise_problems("there is no such mesh", found)
-        chosen = {CHOSEN[name]: x for name, x in self.fixed.items() if name in CHOSEN}
-        configure(self.config, **chosen)  # checks the kinds of values
-
-    @property
-    def _num_layers(self) -> int:
-        return self.config.gpt.num_layers
-
-    @property
-    def emptiness(self) -> str:
-        """The reason if there are no candidates."""
-        return (
-            f"{self.config.data.global_batch} samples are not divided by its data-parallel ranks "
-            f"and rows, or {self._num_layers} layers are too few for its stages"
-        )
-
-    def candidates(self) -> Iterator[TrainConfig]:
-        """All candidates whose counts divide; `Choices.problems` knows of the model's sizes."""
-        batch = self.config.data.global_batch
-
-        @functools.cache
-        def base(precision: str, remat: str, offload: bool) -> TrainConfig:  # whatever the mesh
-            made = with_precision(self.config, precision)
-            return configure(made, remat=remat, optimizer__offload=offload, compile=not offload)
-
-        for sizes in self._list_meshes():
-            data = math.prod(sizes[axis] for axis in DATA_AXES)
-            mesh = str(Mesh(**{axis: size for axis, size in sizes.items() if size > 1}))
-            for rows in self._list_values("rows", self.rows):
-                if batch % (data * rows):
-                    continue
-                count = batch // (data * rows)
-                if not self._admits("microbatches", count):
-                    continue
-                for key, settings in self._list_settings(sizes):
-                    made = base(*key)
-                    names, moe = made.parallelism.expert_axis_names, self.config.gpt.moe
-                    if moe and moe.dispatch == "two-hop" and "ep_node" not in names:
-                        settings["expert_axes"] = ",".join(("ep_node", *names))
-                    ranks = replace(made.parallelism, mesh=mesh, microbatches=count, **settings)
-                    if not (ranks.zero == 3 or any(sizes[axis] > 1 for axis in _DIVIDING)):
-                        ranks = replace(ranks, uneven="")  # which would have no effect
-                    yield replace(made, parallelism=ranks)
-
-    def _list_meshes(self) -> Iterator[dict[str, int]]:
-        divisors = [n for n in range(1, self.gpus + 1) if self.gpus % n == 0]
-        small = [n for n in divisors if n <= self.domain]
-        cps = [n for n in divisors if n == 1 or self.config.data.seq // n >= _LEAST_TOKENS]
-        moe = self.config.gpt.moe
-        experts = 1 if moe is None else moe.num_experts
-        eps = [n for n in divisors if experts % n == 0]
-        if "expert" in self.config.parallelism.uneven_names:
-            eps = [n for n in divisors if n <= experts]
-        pps = [n for n in divisors if n <= self._num_layers]
-        rows = itertools.product(
-            self._list_values("tp", small),
-            self._list_values("cp", cps),
-            self._list_values("ep", eps),
-            # nodes of experts are whole domains, unless both are given
-            self._list_values("ep_node", eps if moe and moe.dispatch == "two-hop" else (1,)),
-            self._list_values("pp", pps),
-        )
-        for tp, cp, ep, nodes, pp in rows:
-            if self.gpus % (tp * cp * ep * nodes * pp):
-                continue
-            uneven = ep * tp != self.domain or (moe and moe.num_experts % (nodes * ep))
-            if nodes > 1 and uneven and not {"ep", "ep_node"} <= self.fixed.keys():
-                continue
-            data = self.gpus // (tp * cp * ep * nodes * pp)
-            inside = [n for n in (1, *_FSDP, data) if data % n == 0 and n <= data]
-            for fsdp in self._list_values("fsdp", sorted(set(inside))):
-                if data % fsdp == 0 and self._admits("dp", data // fsdp):
-                    found = {"pp": pp, "dp": data // fsdp, "fsdp": fsdp, "cp": cp}
-                    yield found | {"ep_node": nodes, "ep": ep, "tp": tp}
-
-    def _list_settings(
-        self, sizes: Mapping[str, int]
-    ) -> Iterator[tuple[tuple[str, str, bool], dict[str, Any]]]:
-        """Precision, remat and offload; and settings of `ParallelismConfig`."""
-        replicas = math.prod(sizes[axis] for axis in _REPLICAS)
-        zeros = (1, 2) if replicas > 1 and sizes["fsdp"] == 1 else (1,) if replicas > 1 else (0,)
-        rows = itertools.product(
-            self._list_values("precision", self.precisions),
-            self._list_values("remat", self.remats),
-            self._list_values("sequence_parallel", (sizes["tp"] > 1,)),
-            self._list_values("zero", zeros),
-            self._list_values("gather", ("use",)),
-            self._list_values("offload", (False,)),
-            self._list_schedules(sizes["pp"]),
-        )
-        names = ("sequence_parallel", "zero", "gather", "schedule", "chunks")
-        for precision, remat, sequence_parallel, zero, gather, offload, order in rows:
-            values = (sequence_parallel, zero, gather, *order)
-            settings: dict[str, Any] = dict(zip(names, values, strict=True))
-            yield (precision, remat, offload), settings
-
-    def _list_schedules(self, pp: int) -> Iterator[tuple[str, int]]:
-        """Schedules and chunks; one without a pipeline."""
-        if pp == 1:
-            if self._admits("schedule", "1f1b") and self._admits("chunks", 0):
-                yield "1f1b", 0
-            return
-        deepest = self._num_layers // pp
-        many = [n for n in range(2, min(deepest, _MOST_CHUNKS) + 1) if not self._num_layers % n]
-        many = many or [n for n in (2, 3, 4) if n <= deepest]
-        for schedule in self._list_values("schedule", self.schedules):
-            tried = many if schedule in ("interleaved", "breadth-first") else (0,)
-            yield from ((schedule, chunks) for chunks in self._list_values("chunks", tried))
-
-    def _list_values(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
-        """The values of a setting that are tried: the fixed one, or those that `least` admits."""
-        if name in self.fixed:
-            return (self.fixed[name],)
-        return [value for value in values if self._admits(name, value)]
-
-    def _admits(self, name: str, value: Any) -> bool:
-        return value >= self.least.get(name, value) and value == self.fixed.get(name, value)
-
-
-_REPLICAS = ("dp", "ep_node", "ep", "cp")
-"""The axes over which ranks have the same parameters, of experts but for those that divide them."""
-_DIVIDING = ("tp", "fsdp", "ep", "ep_node")
-"""Axes that split parameters."""
-_LEAST_TOKENS = 4096
-"""Tokens per rank of cp, below which attention is too short to hide communication."""
-_FSDP = (8, 32, 128)
-"""Sizes of fsdp that are tried beside 1 and all data ranks."""
-_MOST_CHUNKS = 8
 
 
 class Ranked(NamedTuple):
@@ -428,7 +158,8 @@ def search(
     traced: dict[TrainConfig, Mapping[str, int]] = {}
     kth = math.inf
     full: set[TrainConfig] = set()
-    for bound, candidate in bounded:
+    order = _CandidateOrder(bounded)
+    for guess, bound, candidate in order:
         spent = time.process_time() - began
         if bound > slack * kth:
             counts["slower at best"] += 1
@@ -444,6 +175,7 @@ def search(
             traced[candidate] = memory
         else:
             timed.append(Ranked(candidate, model.estimate(candidate)))
+            order.learn(candidate, timed[-1].estimate.step_seconds / guess)
             times = (one.estimate.step_seconds for one in timed)
             kth = heapq.nsmallest(top, itertools.chain(times, [math.inf] * top))[-1]
     timed.sort(key=_rank_key)
@@ -466,6 +198,46 @@ def search(
     )
 
 
+class _CandidateOrder:
+    """Candidates by their guessed time, as corrected by what others with their mesh took.
+
+    Guesses leave out what is particular to a split of layers, so that they are too small, by a
+    factor that candidates of one split have in common. Those of a split that was not timed are
+    taken at their guess: each split that may be among the best comes up before others are refined.
+    """
+
+    def __init__(self, found: Sequence[tuple[float, float, TrainConfig]]):
+        self._factors: dict[tuple, float] = {}
+        self._heap = [(guess, i, 1.0, *rest) for i, (guess, *rest) in enumerate(found)]
+        self._guesses = [guess for guess, *_ in found]
+
+    def __iter__(self) -> Iterator[tuple[float, float, TrainConfig]]:
+        heap = self._heap  # in the order of guesses, so that it is one
+        while heap:
+            _, i, factor, bound, candidate = heapq.heappop(heap)
+            now = self._find_factor(candidate)
+            if now > factor:
+                heapq.heappush(heap, (self._guesses[i] * now, i, now, bound, candidate))
+            else:
+                yield self._guesses[i], bound, candidate
+
+    def _find_factor(self, c: TrainConfig) -> float:
+        exact, alike = _list_splits(c)
+        return self._factors.get(exact, self._factors.get(alike, 1.0))
+
+    def learn(self, candidate: TrainConfig, factor: float) -> None:
+        """Expect of candidates with this split of layers that they take so much of their guess."""
+        for key in _list_splits(candidate):
+            self._factors[key] = min(factor, self._factors.get(key, math.inf))
+
+
+def _list_splits(c: TrainConfig) -> tuple[tuple, tuple]:
+    """The split of a candidate's layers over ranks: with what is kept of them, and without."""
+    mesh = mesh_of(c)
+    sizes = tuple(mesh[axis] for axis in ("tp", "cp", "ep_node", "ep"))
+    return (*sizes, c.compute.remat, c.precision.name), sizes
+
+
 def _halve_rows(c: TrainConfig) -> TrainConfig | None:
     """The candidate with half the rows, which needs less memory if its pipeline is full."""
     ranks = c.parallelism
@@ -479,9 +251,9 @@ _COUNTS = ("candidates", "cannot run", "too large", "slower at best", "not looke
 
 def _bound_candidates(
     space: Space, model: Choices, counts: Counter[str], reasons: Counter[str]
-) -> tuple[list[tuple[float, TrainConfig]], list[tuple[float, TrainConfig]]]:
-    """Candidates that may fit, with lower bounds, in the order of guesses; and those whose state
-    alone does not fit, with its bytes."""
+) -> tuple[list[tuple[float, float, TrainConfig]], list[tuple[float, TrainConfig]]]:
+    """Candidates that may fit, with guesses and lower bounds, in the order of the former; and those
+    whose state alone does not fit, with its bytes."""
     found: list[tuple[float, float, TrainConfig]] = []
     too_large: list[tuple[float, TrainConfig]] = []
     for candidate in space.candidates():
@@ -503,7 +275,7 @@ def _bound_candidates(
         fix = "take another number of GPUs, another --global-batch, or leave out what is fixed"
         refuse("there is no such mesh", "gpus", f"{got} ({listed})", "some that can", fix)
     found.sort(key=lambda one: (one[0], count_rows(one[2])))
-    return [(bound, candidate) for _, bound, candidate in found], too_large
+    return found, too_large
 
 
 def _rank_key(one: Ranked) -> tuple:
@@ -709,7 +481,7 @@ class Choices:
             found.append(f"seq={seq} is not a multiple of {parts}")
         if ranks.sequence_parallel and mesh["tp"] == 1:
             found.append("sequence_parallel without tp")
-        if ranks.zero in (1, 2) and math.prod(mesh[axis] for axis in _REPLICAS) == 1:
+        if ranks.zero in (1, 2) and math.prod(mesh[axis] for axis in REPLICA_AXES) == 1:
             found.append(f"zero={ranks.zero} without data-parallel ranks")
         if ranks.zero == 3 and mesh["dp"] * mesh["fsdp"] == 1:
             found.append("zero=3 on one data rank")
@@ -748,7 +520,7 @@ class Choices:
         layers, others = self._make_once(key, lambda: self._count_local_params(c))
         count = layers / mesh["pp"] + (others if mesh["pp"] == 1 else 0)
         state = self._find_state(c)
-        parts = math.prod(mesh[axis] for axis in _REPLICAS) if zero in (1, 2) else 1
+        parts = math.prod(mesh[axis] for axis in REPLICA_AXES) if zero in (1, 2) else 1
         grads = state.grad / (parts if zero == 2 else 1)
         optimizer = 0 if c.optimizer.offload else state.optimizer
         return count * (c.gpt.torch_dtype.itemsize + grads + optimizer / parts)
@@ -786,49 +558,94 @@ class Choices:
         return peak * max(self.machine.matmul.efficiency, self.machine.attention["forward"])
 
     def guess(self, candidate: TrainConfig) -> float:
-        """About the time of a step: `least_seconds`, and half of the layers' communication over tp,
-        ep and fsdp. Candidates that are probably far too large come last.
+        """About the time of a step: what its FLOPs take where layers are not split, half of the
+        layers' communication over tp, cp, ep and fsdp, and the reading of weights that so few rows
+        do not hide. Candidates that are probably far too large come last.
         """
-        c, model, mesh, ranks = candidate, candidate.gpt, mesh_of(candidate), candidate.parallelism
-        placement = self._make_once(
-            ("placement", mesh), lambda: RankPlacement.on(mesh, self.machine)
-        )
-        tokens = count_rows(c) * c.data.seq // mesh["cp"]
-        stream = tokens * model.embed_dim * model.torch_dtype.itemsize
-        sent = 0.0
-        if mesh["tp"] > 1:  # two gathers and two scatters, in forward and backward
-            sent += 8 * self.machine.collective_seconds("all_gather", stream, placement.reach("tp"))
-        moe, nodes = model.moe, mesh["ep_node"]
-        share = stream / (mesh["tp"] if ranks.sequence_parallel else 1)
-        if nodes > 1 and moe is not None:
-            each = share * mean_nodes(moe.num_experts, moe.top_k, nodes, moe.most_nodes(nodes))
-            reach = placement.reach("ep_node")
-            sent += 4 * self.machine.collective_seconds("all_to_all", each, reach)
-        if mesh["ep"] > 1 and moe is not None:
-            share, reach = share * moe.top_k, placement.reach("ep")
-            sent += 4 * self.machine.collective_seconds("all_to_all", share, reach)
-        if mesh["fsdp"] > 1 and ranks.gather != "step":
-            layer = 2 * self._make_once("num_params", lambda: num_params(self._make_defs(c)))
-            layer /= model.num_layers * mesh["tp"] * mesh["ep"] * nodes
-            reach = placement.reach("fsdp")
-            sent += 3 * self.machine.collective_seconds("all_gather", layer, reach)
-        layers = model.num_layers / mesh["pp"] * ranks.microbatches
-        seconds = self.least_seconds(c) + sent * layers / 2
+        c, mesh, ranks = candidate, mesh_of(candidate), candidate.parallelism
+        least, layers = self.least_seconds(c), c.gpt.num_layers / mesh["pp"] * ranks.microbatches
+        layer = self._count_layer_bytes(c)
+        reading = 3 * layer / self.machine.memory.bytes_per_second  # forward and twice backward
+        waiting = self._guess_communication(c, layer) / 2 + max(0.0, reading - least / layers)
+        seconds = least * self._find_slowdown(c) + waiting * layers
         if ranks.schedule in _SPLIT:  # weights' gradients fill a part of 1f1b's bubble
             filled = min(2 / 3, 2 / 3 * ranks.microbatches / mesh["pp"])
             seconds *= 1 + (1 - filled) * (mesh["pp"] - 1) / ranks.microbatches
         free = self.capacity_bytes - self.state_bytes(c)
+        if mesh["fsdp"] > 1 and ranks.gather != "use":
+            free -= layer * c.gpt.num_layers / mesh["pp"]
         return seconds + (self.guess_activations(c) >= _FAR * free) * _LATE
+
+    def _count_layer_bytes(self, c: TrainConfig) -> float:
+        """About the parameters of a layer on a rank, in 16 bits, where fsdp has gathered them."""
+        count = self._make_once("num_params", lambda: num_params(self._make_defs(c)))
+        mesh = mesh_of(c)
+        return 2 * count / (c.gpt.num_layers * mesh["tp"] * mesh["ep"] * mesh["ep_node"])
+
+    def _guess_communication(self, c: TrainConfig, layer_bytes: float) -> float:
+        """About the seconds that one layer of one microbatch communicates over tp, cp, ep, fsdp."""
+        model, mesh, ranks, sent = c.gpt, mesh_of(c), c.parallelism, 0.0
+        placement = self._make_once(
+            ("placement", mesh), lambda: RankPlacement.on(mesh, self.machine)
+        )
+
+        def send(op: str, count: float, num_bytes: float, axis: str) -> float:
+            if mesh[axis] == 1:
+                return 0.0
+            return count * self.machine.collective_seconds(op, num_bytes, placement.reach(axis))
+
+        tokens = count_rows(c) * c.data.seq // mesh["cp"]
+        stream = tokens * model.embed_dim * model.torch_dtype.itemsize
+        # two gathers and two scatters, in forward and backward
+        sent += send("all_gather", 8, stream, "tp")
+        kv = 2 * stream * model.kv_heads * model.head_size / model.embed_dim / mesh["tp"]
+        # keys and values forward and again backward, with their gradients
+        sent += send("all_gather", 4, kv * mesh["cp"], "cp")
+        moe, nodes = model.moe, mesh["ep_node"]
+        share = stream / (mesh["tp"] if ranks.sequence_parallel else 1)
+        if moe is not None:
+            each = share * mean_nodes(moe.num_experts, moe.top_k, nodes, moe.most_nodes(nodes))
+            sent += send("all_to_all", 4, each, "ep_node")
+            sent += send("all_to_all", 4, share * moe.top_k, "ep")
+        if ranks.gather != "step":
+            sent += send("all_gather", 2 if ranks.gather == "keep" else 3, layer_bytes, "fsdp")
+        return sent
 
     def guess_activations(self, c: TrainConfig) -> float:
         """Bytes of a rank's activations, scaled from those of another split of the layers."""
         mesh, ranks = mesh_of(c), c.parallelism
-        key = "like", c.compute.remat, c.precision.name, mesh["ep"], mesh["ep_node"]
-        pieces = self._make_once(key, lambda: self._trace_pieces(_set_one_row(c)))
+        other = self._make_reference(c)
+        pieces = self._trace_pieces(other)
         held = sum(piece.held_bytes[0] * len(same) for piece, same in pieces.layers.values())
-        split = pieces.mesh["tp"] * pieces.mesh["cp"] / (mesh["tp"] * mesh["cp"])
         live = min(ranks.microbatches, mesh["pp"]) / mesh["pp"]
-        return held * split * count_rows(c) * live
+        if not c.compute.expert_room:  # room for all rows of all ranks
+            live *= max(1.0, mesh["ep"] * mesh["ep_node"] / mesh_of(other)["ep"])
+        return held / (mesh["tp"] * mesh["cp"]) * count_rows(c) * live
+
+    def _find_slowdown(self, c: TrainConfig) -> float:
+        """How many times the bound of its FLOPs another split of the layers takes to compute."""
+        other = self._make_reference(c)
+        key = "slowdown", other
+        parts = self._make_once(key, lambda: self.estimate(other).parts)
+        computing = sum(parts.get(name, 0.0) for name in ("products", "memory", "attention"))
+        return max(1.0, computing / self.least_seconds(other))
+
+    def _make_reference(self, c: TrainConfig) -> TrainConfig:
+        """The run with a sample on each rank, and no layer split but experts over one domain."""
+        size, domain = mesh_of(c).size, self.machine.domain.gpus
+        experts = 1 if c.gpt.moe is None else c.gpt.moe.num_experts
+        key = "reference", c.compute.remat, c.precision.name, size
+
+        def make() -> TrainConfig:
+            ep = math.gcd(math.gcd(experts, domain), size)
+            mesh = ",".join(f"{a}={n}" for a, n in (("dp", size // ep), ("ep", ep)) if n > 1)
+            ranks = replace(
+                c.parallelism, mesh=mesh, microbatches=1, schedule="1f1b", chunks=0, zero=0,
+                gather="use", sequence_parallel=False, uneven="",
+            )  # fmt: skip
+            return replace(c, parallelism=ranks, data=replace(c.data, global_batch=size))
+
+        return self._make_once(key, make)
 
     def traced(self, candidate: TrainConfig) -> bool:
         """Whether the candidate's layers have been traced."""
@@ -890,13 +707,6 @@ def count_chunks(c: TrainConfig) -> int:
     """Stages of a rank of a run's pipeline."""
     schedule = c.parallelism.schedule
     return c.parallelism.chunks or _STAGES.get(schedule, 2 if schedule in _CHUNKED else 1)
-
-
-def _set_one_row(c: TrainConfig) -> TrainConfig:
-    """The same split of layers, with microbatches of one sample and parameters gathered before."""
-    alone = c.data.global_batch // count_data_ranks(c)
-    plain = {"schedule": "1f1b", "chunks": 0, "gather": "step", "microbatches": alone}
-    return replace(c, parallelism=replace(c.parallelism, **plain))
 
 
 def _explain_refusal(c: TrainConfig) -> list[str]:

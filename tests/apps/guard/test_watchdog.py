@@ -260,7 +260,8 @@ sys.exit(run_guarded(run))
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("axis", [pytest.param("dp", marks=pytest.mark.full), "pp"])
+@pytest.mark.full
+@pytest.mark.parametrize("axis", ["dp", "pp"])
 def test_a_rank_that_compiles_longer_than_others_wait_does_not_hang(torchrun, tmp_path, axis):
     done = torchrun(COMPILES, 2, tmp_path / "run", axis, False, check=False, timeout=120)
     assert done.returncode == 0, done.stderr

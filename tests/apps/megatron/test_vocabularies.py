@@ -1,6 +1,6 @@
 """Vocabularies by seed through every conversion: each row of a token comes back to the bit.
 
-``pytest --full`` takes fifty, by default it is two, ``--seeds N`` as many. What is written is read by
+``pytest --full`` takes fifty, by default it is one, ``--seeds N`` as many. What is written is read by
 torch.distributed.checkpoint and safetensors; the legacy layout is our writing of it, from that.
 """
 
@@ -42,7 +42,7 @@ JOINED = re.compile(r"/(qkv|gate_up)/")
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         seeds, full = map(metafunc.config.getoption, ("--seeds", "--full"))
-        default = 50 if full else 2
+        default = 50 if full else 1
         metafunc.parametrize("seed", range(default if seeds is None else seeds))
 
 

@@ -246,7 +246,12 @@ EXPERTS |= {"global_batch": 32, "microbatches": 4}
 @pytest.mark.parametrize("room", [0.0, 1.25])
 @pytest.mark.parametrize(
     ("precision", "schedule"),
-    [("bf16", "1f1b"), ("fp8-row", "1f1b"), ("fp8-row", "zb-h1"), ("bf16", "dualpipe")],
+    [
+        pytest.param("bf16", "1f1b", marks=pytest.mark.full),
+        pytest.param("fp8-row", "1f1b", marks=pytest.mark.full),
+        ("fp8-row", "zb-h1"),
+        pytest.param("bf16", "dualpipe", marks=pytest.mark.full),
+    ],
 )
 def test_flops_of_experts_are_the_models_whatever_the_room(precision, schedule, room):
     """Padding is not multiplied: in FP8, and where gradients of weights are programs of their own."""

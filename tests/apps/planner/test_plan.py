@@ -25,7 +25,14 @@ from functron.apps.planner.recipes import (
     read_recipe,
     shrink_run,
 )
-from functron.apps.planner.search import AXES, CHOSEN, Choices, count_rows
+from functron.apps.planner.search import (
+    Choices,
+)
+from functron.apps.planner.space import (
+    AXES,
+    CHOSEN,
+    count_rows,
+)
 from functron.cli.main import main
 from functron.cli.train import own_machine
 from functron.core.settings import value_at

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,20 +16,23 @@ from functron.apps.planner.estimates import Estimate
 from functron.apps.planner.machines import hardware
 from functron.apps.planner.measurements import estimate_run
 from functron.apps.planner.search import (
-    AXES,
     Choices,
-    Space,
+    _CandidateOrder,
     compare,
-    count_data_ranks,
-    count_rows,
     count_state_bytes,
     explain_misfit,
-    mesh_of,
-    parse_settings,
     search,
     why,
 )
 from functron.apps.planner.software import FUNCTRON
+from functron.apps.planner.space import (
+    AXES,
+    Space,
+    count_data_ranks,
+    count_rows,
+    mesh_of,
+    parse_settings,
+)
 from functron.models.config import GPTConfig, MoEConfig
 from functron.spmd import Mesh
 from functron.training.config import TrainConfig, configure, with_precision
@@ -112,12 +115,14 @@ def everything() -> list[TrainConfig]:
             continue
         data = 8 // (tp * pp)
         for fsdp in {1, data, *([8] if data % 8 == 0 else [])}:
-            for rows, remat in itertools.product((1, 2, 4), ("none", "dots", "full")):
+            kept = ("use", "keep") if fsdp > 1 else ("use",)
+            tried = itertools.product((1, 2, 4, 8), ("none", "dots", "full"), kept)
+            for rows, remat, gather in tried:
                 if 32 % (data * rows) == 0:
                     dp = data // fsdp
                     zeros = [0] if dp == 1 else [1, 2] if fsdp == 1 else [1]
                     sizes = {"pp": pp, "dp": dp, "fsdp": fsdp, "tp": tp}
-                    common = {"sequence_parallel": tp > 1, "remat": remat}
+                    common = {"sequence_parallel": tp > 1, "remat": remat, "gather": gather}
                     common["microbatches"] = 32 // (data * rows)
                     found += [way(WHOLE, sizes, zero=z, **common) for z in zeros]
     return found
@@ -182,6 +187,23 @@ def test_the_best_is_that_of_trying_everything():
     assert found.counts["slower at best"] > 0
     assert len(model.timed) < len(fitting)  # bounds have saved some
     assert sum(found.counts.values()) == 2 * found.counts["candidates"]
+
+
+def test_every_split_comes_up_before_one_that_is_slower_than_guessed_is_refined():
+    """Guesses of tp=8 are half of what it takes; those of others are right."""
+    tps = [
+        replace(WHOLE, parallelism=replace(WHOLE.parallelism, mesh=f"tp={n}")) for n in (8, 4, 2)
+    ]
+    given = [(1.0 + n / 10, c) for c, n in itertools.product(tps[:1], range(5))]
+    given += [(1.6, tps[1]), (1.7, tps[2]), (2.3, tps[1])]
+    order = _CandidateOrder([(guess, guess, c) for guess, c in given])
+    found = []
+    for guess, _, candidate in order:
+        order.learn(candidate, 2.0 if candidate is tps[0] else 1.0)
+        found.append((guess, tps.index(candidate)))
+    assert found[:4] == [(1.0, 0), (1.6, 1), (1.7, 2), (1.1, 0)]
+    assert [at for at, n in found if n == 0] == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.4])
+    assert found.index((2.3, 1)) == 4  # after 1.1 that takes 2.2, and before 1.2 that takes 2.4
 
 
 def test_the_front_has_no_candidate_that_another_beats():
