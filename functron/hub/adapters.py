@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -340,18 +340,35 @@ def _write_settings(
     last = {name.rpartition(".")[2] for name in ranks}
     alike = {name for name in every if name.rpartition(".")[2] in last}
     rank, alpha = max(ranks.values()), Counter(alphas.values()).most_common(1)[0][0]
+    named, stacked = last if alike == ranks.keys() else ranks, form.model_type == "gpt2"
+    made = make_settings(rank, alpha, named, base=base, fan_in_fan_out=stacked, dora=dora)
+    patterns = {"rank_pattern": _make_pattern(ranks, rank)}
+    patterns["alpha_pattern"] = _make_pattern(alphas, alpha)
+    return made | patterns
+
+
+def make_settings(
+    rank: int, alpha: float, targets: Iterable[str], *, base: str, fan_in_fan_out: bool,
+    dora: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """The table of adapter_config.json.
+
+    Args:
+        targets: names of modules, or their last parts.
+        base: the path or name of the model; empty: it has none.
+        fan_in_fan_out: whether matrices are ``[in, out]``.
+        dora: whether there are lengths of columns.
+    """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or None,
         "r": rank,
         "lora_alpha": alpha,
-        "rank_pattern": _make_pattern(ranks, rank),
-        "alpha_pattern": _make_pattern(alphas, alpha),
-        "target_modules": sorted(last if alike == ranks.keys() else ranks),
+        "target_modules": sorted(targets),
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": form.model_type == "gpt2",
+        "fan_in_fan_out": fan_in_fan_out,
         "use_rslora": False,
         "use_dora": dora,
         "inference_mode": True,

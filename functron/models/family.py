@@ -100,6 +100,7 @@ class Family:
         draws: ``(config, options)`` to whether `loss` may draw random numbers; if not, its key is
             None, and a step makes none.
         adapters: whether LoRA has a place in it.
+        packs: whether its loss keeps the documents of packed samples apart.
         objective: what ``functron train`` has it learn, such as `NEXT_TOKEN`; None: it does not
             train it.
         make: ``(fields, dtype)`` to a config, where that is not the type's constructor.
@@ -131,6 +132,7 @@ class Family:
     rules_settings: frozenset[str] = field(default_factory=frozenset)
     draws: Callable[[Any, ModelOptions], bool] = lambda config, options: True
     adapters: bool = False
+    packs: bool = False
     objective: Objective | None = None
     make: Callable[[Mapping[str, Any], Dtype], Config] | None = None
     vocab_size: Callable[[Any], int] = lambda config: config.vocab_size
@@ -216,7 +218,7 @@ GPT = Family(
     gpt.flops_per_token,
     settings=frozenset({"context", "expert_axes", "kernels", "loss_chunk_tokens", "matmul"}),
     rules_settings=frozenset({"expert_axes"}) | UNEVEN, draws=decoder.draws, adapters=True,
-    objective=NEXT_TOKEN, free=_GPT_FREE, needs=GPT_NEEDS, canonical=_gpt_canonical,
+    packs=True, objective=NEXT_TOKEN, free=_GPT_FREE, needs=GPT_NEEDS, canonical=_gpt_canonical,
     numbers=_gpt_numbers, without_extras=lambda config: replace(config, z_loss=0.0, mtp_depth=0),
 )  # fmt: skip
 """The decoder, the family that the library itself has."""

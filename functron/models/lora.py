@@ -16,6 +16,10 @@ same sum as x W. No collective is added, but with DoRA, where the lengths of col
 split are summed over ranks: two numbers a column. Each expert of a mixture has its own A and B,
 stacked as the experts are and split with them: (x A) B are two grouped products of the rows that it
 has.
+
+Linear layers of a module as it is have ``{"weight", "bias"?}`` and are adapted alike, in the layout
+of their matrix: of one ``[out, in]``, as of torch's, `a` is ``[out, rank]`` and begins as zero, and
+`b` is ``[rank, in]``, so that scale a b is what is added to any matrix.
 """
 
 from __future__ import annotations
@@ -54,7 +58,8 @@ class LoRA:
         rank: of the additions.
         alpha: they are multiplied by ``alpha / rank``.
         targets: patterns of linear layers' paths, in which ``*`` stands for anything:
-            ``blocks/attention/q``, ``blocks/mlp/*``.
+            ``blocks/attention/q``, ``blocks/mlp/*``. Those of a module as it is are names, or their
+            last parts: ``q_proj``, ``layers.0.*``; the usual targets are all in its layers.
         dora: the lengths of columns are learned apart (`functron.nn.Adapter.magnitude`).
         base: "mxfp4": the matrices are kept in 4 bits (QLoRA; `functron.nn.packed`).
     """
@@ -81,8 +86,19 @@ class LoRA:
             fix = "adapt the model without: functron convert run:RUN hf:MODEL folds it"
             found.append(Problem(f"{path}_rank", got, wanted, fix))
         layers, others = _split_matrices(defs)
+        if tree.leaves(defs) and not layers:
+            got, fix = "adapters of a model without linear layers", "train all parameters"
+            found.append(Problem(f"{path}_rank", got, "some to adapt", fix))
+        if _is_module(defs):
+            fix = "leave it out, or take a family that functron knows: --model hf:PATH"
+            wanted = "plain additions to layers of a module as it is"
+            more = {"dora": self.dora and "DoRA", "base": self.base != "plain" and self.base}
+            found += [
+                Problem(f"{path}_{name}", got, wanted, fix) for name, got in more.items() if got
+            ]
+        match = _make_match(defs, self)
         for target in self.targets if layers else ():
-            chosen = [place for place in layers if fnmatch.fnmatchcase(place, target)]
+            chosen = [place for place in layers if match(place, target)]
             routed = [x for x in others if others[x] and fnmatch.fnmatchcase(x, target)]
             if routed:
                 got = f"{target!r}, which names {', '.join(routed)}"
@@ -97,9 +113,12 @@ class LoRA:
                 fix = f"leave it out, or {more}"
                 found.append(Problem(f"{path}_targets", got, f"no experts with {more}", fix))
             if not chosen and not routed:
-                fix = nearest(target, layers)
+                # of each of a module's layers the same names
+                names = {x.rpartition("/")[2]: None for x in layers} if _is_module(defs) else layers
+                fix = nearest(target, names)
                 found.append(Problem(f"{path}_targets", repr(target), "a linear layer", fix))
-        return found + (self._find_unpackable(defs, path) if self.base != "plain" else [])
+        packs = self.base != "plain" and not _is_module(defs)
+        return found + (self._find_unpackable(defs, path) if packs else [])
 
     def _find_unpackable(self, defs: tree.Tree, path: str) -> list[Problem]:
         """Matrices that 4-bit numbers have no place in."""
@@ -130,7 +149,8 @@ class LoRAConfig:
         rank: of low-rank additions to frozen matrices (LoRA), which alone are trained then; 0:
             train all parameters.
         alpha: they are multiplied by lora_alpha / lora_rank.
-        targets: the linear layers that have them: patterns of paths, separated by commas.
+        targets: the linear layers that have them: patterns of paths, separated by commas; of a
+            module as it is, of names or their last parts, such as q_proj,v_proj.
         dora: they turn the columns of matrices, whose lengths are learned apart (DoRA).
         base: keep the matrices that they are added to in 4 bits: mxfp4 (QLoRA); plain: as they are.
     """
@@ -195,12 +215,34 @@ def _list_experts(defs: tree.Tree, layers: Iterable[str]) -> list[str]:
 def unadapted(defs: tree.Tree, lora: LoRA) -> list[str]:
     """The paths of matrices that targets of `lora` name and that get no `Adapter`."""
     _, names = _split_matrices(defs)
-    return [x for x in names if any(fnmatch.fnmatchcase(x, target) for target in lora.targets)]
+    match = _make_match(defs, lora)
+    return [x for x in names if any(match(x, target) for target in lora.targets)]
+
+
+def _is_module(defs: tree.Tree) -> bool:
+    """Whether its linear layers are those of a module as it is."""
+    return any(each.inputs is not None for each in _find_matrices(defs))
+
+
+def _make_match(defs: tree.Tree, lora: LoRA) -> Callable[[str, str], bool]:
+    """``(path, target)`` to whether the target names the linear layer."""
+    if not _is_module(defs):
+        return fnmatch.fnmatchcase
+    usual = lora.targets == LoRA.targets
+
+    def match(path: str, target: str) -> bool:
+        if usual:
+            return any(part.isdigit() for part in path.split("/"))
+        name = "." + path.replace("/", ".")
+        return fnmatch.fnmatchcase(name, f"*.{target.replace('/', '.')}")
+
+    return match
 
 
 def _add_adapters(defs: tree.Tree, lora: LoRA) -> tree.Tree:
+    matrices, match = {each.path: each.w for each in _find_matrices(defs)}, _make_match(defs, lora)
     layers, _ = _split_matrices(defs)
-    chosen = {x for x in layers if any(fnmatch.fnmatchcase(x, each) for each in lora.targets)}
+    chosen = {x for x in layers if any(match(x, each) for each in lora.targets)}
 
     def adapted(entry: Any, path: str) -> Any:
         if not isinstance(entry, Mapping):
@@ -208,8 +250,9 @@ def _add_adapters(defs: tree.Tree, lora: LoRA) -> tree.Tree:
         layer = {name: adapted(part, _under(path, name)) for name, part in entry.items()}
         if path not in chosen:
             return layer
-        w = _pack_def(entry["w"]) if lora.base != "plain" else entry["w"]
-        return {**layer, "w": w, LORA: _adapter(entry["w"], lora)}
+        w = matrices[path]
+        added = {LORA: _adapter(w, lora)}
+        return {**layer, **({"w": _pack_def(w)} if lora.base != "plain" else {}), **added}
 
     return adapted(defs, "")
 
@@ -252,7 +295,12 @@ class _Matrix(NamedTuple):
     @property
     def is_linear(self) -> bool:
         """Whether it is that of a linear layer that can be adapted."""
-        return not self.routed and num_inputs(self.w) is not None
+        return self.inputs is not None or (not self.routed and num_inputs(self.w) is not None)
+
+    @property
+    def inputs(self) -> int | None:
+        """The dim of the inputs of a module's linear layer; None: it is not of a module."""
+        return getattr(self.w.init, "inputs", None)
 
 
 def _find_matrices(defs: tree.Tree, path: str = "", routed: bool = False) -> Iterator[_Matrix]:
@@ -260,6 +308,9 @@ def _find_matrices(defs: tree.Tree, path: str = "", routed: bool = False) -> Ite
         return
     if isinstance(w := defs.get("w"), ParamDef):
         yield _Matrix(path, w, routed)
+    weight = defs.get("weight")
+    if isinstance(weight, ParamDef) and getattr(weight.init, "inputs", None) is not None:
+        yield _Matrix(path, weight, False)
     for name, entry in defs.items():
         inside = routed or ("router" in defs and name not in ("shared", "experts"))
         yield from _find_matrices(entry, _under(path, name), inside)
@@ -303,16 +354,20 @@ def _num_stacked(w: ParamDef) -> int:
 
 
 def _adapter(w: ParamDef, lora: LoRA) -> Adapter:
-    stacked, inputs = _num_stacked(w), num_inputs(w)
+    dim = getattr(w.init, "inputs", None)
+    stacked, inputs = _num_stacked(w), num_inputs(w) if dim is None else 1
     assert inputs is not None
     cut = stacked + inputs
-    size = math.prod(w.shape[stacked:cut])
+    size = math.prod(w.shape[stacked:cut]) if dim is None else w.shape[dim]
+    first, second = Normal(size**-0.5), zeros
+    if dim == 1:
+        first, second = second, first
     return Adapter(
-        ParamDef((*w.shape[:cut], lora.rank), (*w.axes[:cut], None), Normal(size**-0.5), w.dtype),
+        ParamDef((*w.shape[:cut], lora.rank), (*w.axes[:cut], None), first, w.dtype),
         ParamDef(
             (*w.shape[:stacked], lora.rank, *w.shape[cut:]),
             (*w.axes[:stacked], None, *w.axes[cut:]),
-            zeros,
+            second,
             w.dtype,
         ),
         ParamDef(
@@ -484,7 +539,8 @@ def _merge(params: tree.Tree) -> tree.Tree:
         return params
     merged = {name: _merge(entry) for name, entry in params.items() if name != LORA}
     if LORA in params:
-        w, adapter = params["w"], params[LORA]
+        name = "w" if "w" in params else "weight"
+        w, adapter = params[name], params[LORA]
 
         def read(index: Any) -> torch.Tensor:
             rows = (None if leaf is None else leaf[index] for leaf in adapter)
@@ -496,7 +552,7 @@ def _merge(params: tree.Tree) -> tree.Tree:
             return merge_matrix(own, Adapter(*rows))
 
         stored = not isinstance(adapter.a, torch.Tensor)
-        merged["w"] = LazyLeaf(w, read, adapter.a) if stored else merge_matrix(w, adapter)
+        merged[name] = LazyLeaf(w, read, adapter.a) if stored else merge_matrix(w, adapter)
     return merged
 
 

@@ -49,15 +49,17 @@ def from_module(
     (['weight', 'bias'], torch.Size([5, 2]))
 
     Args:
-        train: run it in training mode: dropout is on, and draws from ``fn(..., key=key)``.
+        train: run it in training mode: dropout is on, and draws from ``fn(..., key=key)``. With
+            ``rows=`` int64 ``[batch]``, the samples' numbers in the global batch, numbers are those
+            of the samples: the same in any number of microbatches.
         buffers: `fn` takes the module's buffers by name after the parameters, and returns
             ``(result, buffers)`` with changed ones, such as running means. They are
             ``dict(module.named_buffers())`` at first. False: they are constants.
 
     Raises:
         ValueError: (when `fn` is called) a parameter is missing, or one too many; the module
-            changed a buffer, without `buffers`; it used dropout without a key; or it drew torch's
-            own random numbers.
+            changed a buffer, without `buffers`; it used dropout without a key, or, with rows, of
+            what is not of each sample; or it drew torch's own random numbers.
     """
     params = {name: value.detach() for name, value in module.named_parameters()}
     held = {name: value.detach() for name, value in module.named_buffers()}
@@ -73,7 +75,9 @@ class _ModuleFunction:
         self._names, self._held = tuple(params), held
         self.__name__ = type(module).__name__
 
-    def __call__(self, params: Values, *args: Any, key: Any = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, params: Values, *args: Any, key: Any = None, rows: Any = None, **kwargs: Any
+    ) -> Any:
         missing, more = set(self._names) - set(params), set(params) - set(self._names)
         if missing or more:
             raise ValueError(
@@ -91,7 +95,7 @@ class _ModuleFunction:
         copies = {name: value.clone() for name, value in held.items()} if own else held
         before = {name: value._version for name, value in copies.items()}
         mode, scopes = _set_mode(self._module, self._train), _name_scopes(self._module)
-        with mode, scopes, _KeyedDropout(key, self.__name__):
+        with mode, scopes, _KeyedDropout(key, rows, self.__name__):
             out = torch.func.functional_call(self._module, {**params, **copies}, args, kwargs)
         if self._buffers:
             return out, copies
@@ -151,9 +155,9 @@ _DROPOUTS = (F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.
 class _KeyedDropout(TorchFunctionMode):
     """Dropout of a with block, drawn from a key, each call from one of its own."""
 
-    def __init__(self, key: Any, name: str):
+    def __init__(self, key: Any, rows: Any, name: str):
         super().__init__()
-        self._key, self._name, self._count = key, name, 0
+        self._key, self._rows, self._name, self._count = key, rows, name, 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -161,7 +165,7 @@ class _KeyedDropout(TorchFunctionMode):
             return self._dropout(*args, **kwargs)
         if func in _DROPOUTS and kwargs.get("training", True) and kwargs.get("p", 0.5):
             self._refuse(f"{func.__name__}, whose masks are of whole channels")
-        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
+        if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or any(args[4:5])):
             return self._attention(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -187,7 +191,20 @@ class _KeyedDropout(TorchFunctionMode):
                 "argument; fix: fn(params, ..., key=functron.random.key(0)), another in every step"
             )
         self._count += 1
-        return random.bernoulli(random.fold_in(self._key, self._count), 1 - p, tuple(shape))
+        key = random.fold_in(self._key, self._count)
+        if self._rows is None:
+            return random.bernoulli(key, 1 - p, tuple(shape))
+        each, rest = divmod(shape[0] if len(shape) else 1, len(self._rows))
+        if rest:
+            self._refuse(
+                f"dropout of {list(shape)}, whose first dim is not of {len(self._rows)} samples"
+            )
+        # the size of the first dim does not enter the numbers: it is the slowest of the counter
+        places = self._rows
+        if each > 1:  # heads or tokens of each sample
+            places = (places[:, None] * each + torch.arange(each, device=places.device)).flatten()
+        index = (places, *[None] * (len(shape) - 1))
+        return random.bernoulli(key, 1 - p, tuple(shape), index=index)
 
     def _attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
                    scale=None, enable_gqa=False):  # fmt: skip

@@ -28,7 +28,8 @@ Initializer = Callable[[torch.Tensor, Sequence[int], torch.dtype, Index], torch.
 """``(key, global shape, dtype, index)`` to the values at `index` (all of them where it is None).
 
 One that has an attribute ``joint`` that is true is given the key of all parameters, such as where
-these are made together; others have a key of their own, which depends on the path."""
+these are made together; others have a key of their own, which depends on the path. One that has
+``inputs``, 0 or 1, is of the matrix of a linear layer of a module: the dim of its inputs."""
 
 
 class Width(NamedTuple):

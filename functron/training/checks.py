@@ -78,8 +78,8 @@ def problems_of(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     for name, known, wanted, fix in (
         ("lora_rank", family.adapters, "a GPT", "train all parameters: leave it out"),
         ("loss_chunk_tokens", "loss_chunk_tokens" in family.settings, _ALL_LOGITS, fewer),
-        ("mask_documents", family.name == "gpt", "a GPT", _OFF),
-        ("pack", family.name == "gpt", "a GPT", _OFF),
+        ("mask_documents", family.packs, "a GPT", _OFF),
+        ("pack", family.packs, "a GPT", _OFF),
     ):
         if not known and (value := value_at(config, name)):
             yield Problem(name, f"{value} with {family.title}", wanted, fix)

@@ -424,6 +424,22 @@ def test_dropout_of_a_module_is_the_same_on_every_mesh():
     torch.testing.assert_close(mapped(params, X, key), fn(params, X, key=key))
 
 
+def test_numbers_of_dropout_are_those_of_samples():
+    """Of a microbatch those of its rows in the batch, of heads and tokens of each sample too."""
+    fn, _ = ft.from_module(nn.Dropout(0.3), train=True)
+    key, ones = ft.random.key(4), torch.ones(6 * 4, 500, dtype=torch.float64)
+    whole = fn({}, ones, key=key, rows=torch.arange(6))
+    kept = whole != 0
+    assert kept.double().mean() == pytest.approx(0.7, abs=0.02)
+    torch.testing.assert_close(whole[kept], torch.full_like(whole[kept], 1 / 0.7))
+    assert not torch.equal(kept[:4], kept[4:8])
+    torch.testing.assert_close(fn({}, ones, key=key), whole)
+    part = fn({}, ones[:8], key=key, rows=torch.tensor([4, 1]))
+    assert torch.equal(part, torch.cat([whole[16:20], whole[4:8]]))
+    with pytest.raises(ValueError, match=r"first dim is not of 7 samples; .*train=False"):
+        fn({}, ones, key=key, rows=torch.arange(7))
+
+
 def test_rules_by_path():
     values = {"q_proj": {"weight": X, "bias": X[0]}, "norm": X[0]}
     specs = ft.Rules({r"q_proj": P("tp", "fsdp"), r"weight|bias": P("dp")}).specs(values)

@@ -21,24 +21,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn as torch_nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from functron import nn, partitioning
+from functron.apps.zoo.module_adapters import (
+    attach_adapters,
+    find_linears,
+    list_adapted,
+    split_adapters,
+)
+from functron.apps.zoo.module_trial import Packing, drops_out, pack_inputs, try_module
 from functron.core import tree
 from functron.core.errors import Problem, load_function, on_hub, raise_problems, refuse
 from functron.core.settings import choice_problems, setting
 from functron.core.tables import shows_differences
 from functron.core.typing import Tensor
+from functron.models import lora
 from functron.models.config import TextConfig
 from functron.models.family import Family, Objective
 from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets, require
 from functron.program.recorder import aside
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules
+from functron.spmd import collectives as lax
 from functron.spmd.axes import Scope, enter, scope
 from functron.spmd.params import ParamDef
 from functron.transforms import policies
@@ -67,8 +75,8 @@ class ModuleConfig(TextConfig):
             in a name counts: (q|k|v|gate|up)_proj = tp; (o|down)_proj = -,tp. Others are whole on
             every rank of tp. Empty: they are found, which needs scipy.
         max_seq: the longest sequence that it takes, in tokens.
-        dropouts: refuse: a module that drops out, or draws other numbers in training, is refused;
-            off: it runs as in evaluation, without.
+        dropouts: on: in training the module runs in training mode, and its dropout draws from the
+            step's key, the same numbers on every mesh; off: it runs as in evaluation, without.
         router_losses: add the auxiliary losses of routers, where its config.json asks for them by
             output_router_logits. They balance a microbatch over all ranks, and so depend on the
             number of microbatches.
@@ -78,7 +86,7 @@ class ModuleConfig(TextConfig):
     origin: str = setting("", instead="name it as the model: --model hf-module:PATH")
     rules: str = ""
     max_seq: int = 2**31 - 1
-    dropouts: Literal["refuse", "off"] = "refuse"
+    dropouts: Literal["on", "off"] = "on"
     router_losses: bool = True
 
     def __post_init__(self):
@@ -103,8 +111,9 @@ class OpenedModule:
 
     Attributes:
         module: itself.
-        call: ``(params, tokens, *, router)`` to its logits, and the loss of its routers if asked
-            for, by the function of `functron.from_module`.
+        call: ``(params, tokens, *, router, **more)`` to its logits, and the loss of its routers if
+            asked for, by the function of `functron.from_module`, which is given `more`.
+        train: the same in training mode, with ``key`` and ``rows``.
         params: abstract, by name; weights that are tied come once.
         vocab_size: the width of its logits.
         max_seq: of its config.json, at most `positions`; None: it has none.
@@ -112,11 +121,16 @@ class OpenedModule:
         layers: a pattern of the scopes of its layers, of a list in it; None: it has none.
         router_coefficient: of the auxiliary loss of its routers; 0: it has none.
         dropouts: what in it draws numbers in training.
+        undrawn: why its training cannot be drawn from a key; empty: it can.
+        packing: how it is told of packed documents.
+        linears: its layers that can have low-rank additions, by name, with the dim of inputs of
+            their matrices.
         problems: why it cannot be trained.
     """
 
     module: torch_nn.Module
     call: Callable[..., tuple[Tensor, Any]]
+    train: Callable[..., tuple[Tensor, Any]]
     params: Mapping[str, Tensor]
     vocab_size: int
     max_seq: int | None
@@ -124,6 +138,9 @@ class OpenedModule:
     layers: str | None
     router_coefficient: float
     dropouts: tuple[str, ...]
+    undrawn: str
+    packing: Packing
+    linears: Mapping[str, int]
     problems: tuple[Problem, ...]
 
 
@@ -156,6 +173,10 @@ def _open_folder(path: Path) -> Callable[[], Any]:
     if not (path / "config.json").is_file():
         wanted = "a folder with config.json, as transformers' save_pretrained writes it"
         refuse("no module to train", "model", f"{HUB}:{path}", wanted, on_hub(path))
+    if (path / "adapter_config.json").is_file():  # transformers would put layers of PEFT into it
+        got, wanted = f"{HUB}:{path}, with an adapter in it", "a module alone"
+        fix = "merge it with peft: merge_and_unload(), or put its two files elsewhere"
+        refuse("no module to train", "model", got, wanted, fix)
     try:
         transformers = importlib.import_module("transformers")
     except ModuleNotFoundError as error:
@@ -199,21 +220,26 @@ def _refuse_missing(path: Path, read: Mapping[str, Any]) -> None:
         refuse("no module to train", f"{HUB}:{path}", got, wanted, fix)
 
 
-def open_module(config: ModuleConfig, device: str = "cpu") -> OpenedModule:
+def open_module(
+    config: ModuleConfig, device: str = "cpu", adapted: tuple[str, ...] = ()
+) -> OpenedModule:
     """The module of a config, with abstract parameters, and buffers on a device.
 
     It is built once in a process, with its weights, which are then let go.
 
+    Args:
+        adapted: the names of layers that have low-rank additions.
+
     Raises:
-        ValueError: its logits do not follow from the tokens before alone, or it drops out, or has
-            running statistics; all are listed.
+        ValueError: its logits do not follow from the tokens before alone, or its training draws
+            numbers in other ways than by dropout, or it has running statistics; all are listed.
     """
-    opened = _open_on(config.origin, config.torch_dtype, device)
+    opened = _open_on(config.origin, config.torch_dtype, device, adapted)
     found = [*opened.problems]
-    if opened.dropouts and config.dropouts == "refuse":
-        got = f"dropout in {_list_some(opened.dropouts)}"
-        fix = "set its rates to 0, or run it without: --module.dropouts off"
-        found.append(Problem("model", got, "none: it draws torch's own numbers", fix))
+    if opened.undrawn and opened.dropouts and config.dropouts == "on":
+        wanted = "dropout of samples alone, which draws from the step's key"
+        fix = "set its rates to 0, or run it as in evaluation: --module.dropouts off"
+        found.append(Problem("model", opened.undrawn, wanted, fix))
     raise_problems(f"cannot train {config.origin}", found)
     return opened if config.router_losses else replace(opened, router_coefficient=0.0)
 
@@ -223,23 +249,31 @@ def _open_once(origin: str) -> OpenedModule:
     with aside(), enter(Scope()), torch.enable_grad():
         module = build_module(origin)
         call, coefficient = _call_options(module)
-        tried = _try_module(module, call)
+        tried = try_module(module, call)
         problems = (*_module_problems(module), *tried.problems)
+        tokens = torch.ones(1, 4, dtype=torch.int64)
+        linears = find_linears(
+            module, lambda: call(lambda _, *x, **y: module(*x, **y), {}, tokens, router=False)
+        )
         _drop_weights(module)
         _, params = partitioning.from_module(module)
+        linears = {name: dim for name, dim in linears.items() if f"{name}.weight" in params}
         limits = (getattr(getattr(module, "config", None), "max_position_embeddings", None),
                   tried.positions)  # fmt: skip
-        dropouts = tuple(name for name, inner in module.named_modules() if _drops_out(inner))
-        if tried.draws and not dropouts:
+        dropouts = tuple(name for name, inner in module.named_modules() if drops_out(inner))
+        if tried.differs and not dropouts:
             dropouts = ("forward, which makes other logits in training",)
         return OpenedModule(
-            module, call, params, tried.width, min(filter(None, limits), default=None),
-            tried.positions, _find_layers(module), coefficient, dropouts, problems,
+            module, call, call, params, tried.width, min(filter(None, limits), default=None),
+            tried.positions, _find_layers(module), coefficient, dropouts, tried.undrawn,
+            tried.packing, linears, problems,
         )  # fmt: skip
 
 
 @functools.lru_cache(32)
-def _open_on(origin: str, dtype: torch.dtype, device: str) -> OpenedModule:
+def _open_on(
+    origin: str, dtype: torch.dtype, device: str, adapted: tuple[str, ...] = ()
+) -> OpenedModule:
     opened = _open_once(origin)
     wide = dtype == torch.float64  # sums in float32 would not be as exact as what is summed
     with aside(), enter(Scope()):
@@ -252,10 +286,11 @@ def _open_on(origin: str, dtype: torch.dtype, device: str) -> OpenedModule:
                         kind = torch.float64 if wide and x.is_floating_point() else x.dtype
                         values[name] = x.to(device, kind)
             vars(inner).update(held)
+        attach_adapters(module, {name: opened.linears[name] for name in adapted})
         fn, params = partitioning.from_module(module)
-        return replace(
-            opened, module=module, call=functools.partial(opened.call, fn), params=params
-        )
+        train, _ = partitioning.from_module(module, train=True)
+        one, other = (functools.partial(opened.call, each) for each in (fn, train))
+        return replace(opened, module=module, call=one, train=other, params=params)
 
 
 def _drop_weights(module: torch_nn.Module) -> None:
@@ -283,7 +318,7 @@ def trained_weights(module: torch_nn.Module) -> dict[str, Tensor]:
 
 
 def _call_options(module: torch_nn.Module) -> tuple[Callable[..., tuple], float]:
-    """``(fn, params, tokens, *, router) -> (logits, router loss)``, and that loss's coefficient."""
+    """``(fn, params, tokens, *, router, **more) -> (logits, router loss)``, and its coefficient."""
     takes = inspect.signature(module.forward).parameters
     config = getattr(module, "config", None)
     named = "input_ids" in takes
@@ -291,8 +326,8 @@ def _call_options(module: torch_nn.Module) -> tuple[Callable[..., tuple], float]
     routed = bool(getattr(config, "output_router_logits", False))
     coefficient = float(getattr(config, "router_aux_loss_coef", 0.0)) if routed else 0.0
 
-    def call(fn, params, tokens, *, router: bool) -> tuple[Tensor, Any]:
-        options = dict(fixed)
+    def call(fn, params, tokens, *, router: bool, **more: Any) -> tuple[Tensor, Any]:
+        options = {**fixed, **more}
         if routed:
             options["output_router_logits"] = router
         if named:
@@ -313,6 +348,9 @@ def _list_some(names: Sequence[str]) -> str:
 def _module_problems(module: torch_nn.Module) -> Iterator[Problem]:
     """Properties of a module that would make it train something else than it seems to."""
     names = dict(module.named_modules())
+    if any("lora" in name.split(".") for name, _ in module.named_parameters()):
+        wanted = "other names: those are of low-rank additions (lora_rank)"
+        yield Problem("model", "a module or parameter that is named lora", wanted, "rename it")
     running = [x for x, inner in names.items() if getattr(inner, "running_mean", None) is not None]
     if running:
         wanted = "none: a step's loss is a sum over its targets"
@@ -325,100 +363,6 @@ def _module_problems(module: torch_nn.Module) -> Iterator[Problem]:
     if routed and not hasattr(config, "router_aux_loss_coef"):
         got, wanted = "output_router_logits in config.json", "router_aux_loss_coef beside it"
         yield Problem("model", got, wanted, "leave it out, for training without that loss")
-
-
-def _drops_out(inner: torch_nn.Module) -> bool:
-    rate = getattr(inner, "p", 0) if "Dropout" in type(inner).__name__ else 0
-    own = (getattr(inner, name, 0) for name in ("attention_dropout", "dropout_p", "layerdrop"))
-    rates = (rate, *own, getattr(inner, "dropout", 0))
-    return any(isinstance(x, float) and x > 0 for x in rates)
-
-
-class ModuleTrial(NamedTuple):
-    """Findings of a few tokens in a module; see `OpenedModule`."""
-
-    width: int = 0
-    positions: int | None = None
-    draws: bool = False
-    problems: tuple[Problem, ...] = ()
-
-
-_TRIED = 8  # tokens
-
-
-class _Positions(TorchDispatchMode):
-    """Finds rows of parameters that are read in order, one for each position."""
-
-    def __init__(self, module: torch_nn.Module):
-        super().__init__()
-        self.tables = {x.data_ptr() for x in module.parameters()}
-        self.most: list[int] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.embedding, torch.ops.aten.index):
-            table, ids = args[:2]
-            ids = ids[0] if isinstance(ids, list | tuple) else ids
-            ids = ids if table.data_ptr() in self.tables else None
-            if ids is not None and [*ids.shape[-1:]] == [_TRIED] and bool((ids.diff() == 1).all()):
-                self.most.append(table.shape[0] - int(ids.min()))
-        return func(*args, **(kwargs or {}))
-
-
-def _try_module(module: torch_nn.Module, call: Callable) -> ModuleTrial:
-    """Run a module on tokens; among its problems is that it sees those after theirs.
-
-    The last tokens of all samples change, as a mean over samples sees those of all.
-    """
-    tokens = (torch.arange(2 * _TRIED) * 5 % 7 + 1).view(2, _TRIED)
-    changed = tokens.clone()
-    changed[:, -1] = 0
-
-    def run(tokens: Tensor) -> Any:
-        return call(lambda _, *x, **more: module(*x, **more), {}, tokens, router=False)[0]
-
-    wanted = "logits [batch, seq, vocab] of tokens [batch, seq], or an output that has .logits"
-    positions = _Positions(module)
-    try:
-        with torch.no_grad():
-            with positions:
-                out = run(tokens)
-            after = run(changed)
-    except Exception as error:  # of code that is not ours
-        got = f"a forward that fails: {type(error).__name__}: {error}"
-        return ModuleTrial(problems=(Problem("model", got, wanted),))
-    if not isinstance(out, Tensor) or out.dim() != 3 or out.shape[:2] != tokens.shape:
-        got = f"{list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-        found = Problem("model", f"an output {got}", wanted, "return them from forward")
-        return ModuleTrial(problems=(found,))
-    if not _is_close(out[:, :-1], after[:, :-1]):
-        wanted = "of the tokens before alone: those after are what is learnt"
-        got = "logits that see tokens after theirs"
-        return ModuleTrial(problems=(Problem("model", got, wanted, "a causal decoder"),))
-    return ModuleTrial(
-        out.shape[-1], min(positions.most, default=None), _draws(module, run, tokens, out)
-    )
-
-
-def _draws(module: torch_nn.Module, run: Callable, tokens: Tensor, out: Tensor) -> bool:
-    """Whether its logits are others in training."""
-    state = {name: x.clone() for name, x in module.named_buffers()}
-    module.train()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return not _is_close(out, run(tokens))
-    except Exception:  # it is run as in evaluation
-        return True
-    finally:
-        module.eval()
-        for name, x in module.named_buffers():
-            if name in state and state[name].shape == x.shape:
-                x.copy_(state[name])
-
-
-def _is_close(one: Tensor, other: Tensor) -> bool:
-    one, other = one.float(), other.float()
-    return torch.allclose(one, other, rtol=1e-3, atol=1e-3 * float(one.abs().max()))
 
 
 def _find_layers(module: torch_nn.Module) -> str | None:
@@ -443,10 +387,14 @@ class OwnWeights:
 
     All parameters are made together, of one key; each is handed out once, so that they take memory
     only until they are.
+
+    Attributes:
+        inputs: of the matrix of a linear layer, the dim of its inputs (`functron.lora`).
     """
 
     config: ModuleConfig
     name: str
+    inputs: int | None = None
     joint: bool = field(default=True, init=False)
 
     def __call__(self, key, shape, dtype, index=None) -> Tensor:
@@ -474,11 +422,12 @@ def defs(config: ModuleConfig) -> dict:
     ``model.layers.*.mlp.up_proj.weight:0``; of each, where rules or sizes of them differ. Weight
     decay applies to those of two dims or more.
     """
-    found, alike = {}, _share_names(config)
-    for name, value in open_module(config).params.items():
+    found, alike, opened = {}, _share_names(config), open_module(config)
+    inputs = {f"{name}.weight": dim for name, dim in opened.linears.items()}
+    for name, value in opened.params.items():
         axes = tuple(f"{alike[name]}:{dim}" for dim in range(value.dim()))
         decay = value.dim() > 1
-        init = OwnWeights(config, name)
+        init = OwnWeights(config, name, inputs.get(name))
         found[name] = ParamDef(tuple(value.shape), axes, init, config.torch_dtype, decay)
     return nest(found)
 
@@ -642,7 +591,7 @@ def _find_specs(config: ModuleConfig, ranks: int) -> dict[str, P]:
     tokens = torch.zeros(rows, min(seq, config.max_seq), dtype=torch.int64, device="meta")
 
     def loss(params, rest, tokens):
-        return _sum_losses(opened, {**rest, **params}, tokens, tokens)
+        return _sum_losses(opened, {**rest, **params}, tokens, tokens, {})
 
     least = sum(
         value.nbytes // (ranks if any(size % ranks == 0 for size in value.shape) else 1)
@@ -674,9 +623,22 @@ def _layer_number(opened: OpenedModule, name: str) -> int:
 # --- the loss
 
 
-def _sum_losses(opened: OpenedModule, params, tokens: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the losses of whole values; routers' loss counts as that of every target."""
-    logits, routers = opened.call(params, tokens, router=bool(opened.router_coefficient))
+def _sum_losses(
+    opened: OpenedModule, params, tokens: Tensor, targets: Tensor, more: Mapping[str, Tensor]
+) -> Tensor:
+    """The sum of the losses of whole values; routers' loss counts as that of every target.
+
+    Args:
+        more: ``key`` and ``rows``, in training with dropout; ``positions`` and ``segments``, of
+            packed documents.
+    """
+    given = {name: more[name] for name in ("key", "rows") if name in more}
+    call = opened.train if given else opened.call
+    if "segments" in more:
+        packed = more["positions"], more["segments"]
+        dtype = next(iter(params.values())).dtype
+        given |= pack_inputs(opened.packing, opened.module, *packed, dtype)
+    logits, routers = call(params, tokens, router=bool(opened.router_coefficient), **given)
     kind = torch.promote_types(logits.dtype, torch.float32)
     total = F.cross_entropy(
         logits.flatten(0, 1).to(kind), targets.flatten(), ignore_index=nn.IGNORE_INDEX,
@@ -700,31 +662,54 @@ def loss(
 
     Parameters that data axes split are gathered before; the rest follows from the rules.
 
+    Documents of a packed batch (``positions`` and ``segments``) have the losses that they have
+    alone. With a `key`, a module that drops out runs in training mode.
+
     Collectives: of `ModelOptions.gather`, and those that `functron.partition` derives.
 
     Raises:
-        ValueError: an operation of the module has no rule (`functron.partition`).
+        ValueError: an operation of the module has no rule (`functron.partition`), or it has no
+            place for packed documents.
     """
     require(batch, "tokens", "targets")
     sizes = {name: axis.size for name, axis in scope().axes.items() if axis is not None}
     mesh, device = Mesh(**sizes), batch["tokens"].device.type
     split = "tp" in entry if isinstance(entry := options.stream[1], tuple) else False
-    mapped = _partition_loss(config, mesh, device, options.remat, split)
+    more = {name: batch[name] for name in ("positions", "segments") if name in batch}
+    raise_problems("this module cannot be packed", [*_packing_problems(config)] if more else [])
+    if key is not None and draws(config):
+        rows = batch.get("rows")
+        if rows is None:
+            rows = lax.global_index(len(batch["tokens"]), DATA_AXES, device=batch["tokens"].device)
+        more |= {"key": key, "rows": rows}
+    adapted = list_adapted(flatten(params))
+    mapped = _partition_loss(config, mesh, device, options.remat, split, tuple(more), adapted)
 
     def run(whole: tree.Tree) -> Tensor:
-        return mapped.local(flatten(whole), batch["tokens"], batch["targets"])
+        return mapped.local(flatten(whole), batch["tokens"], batch["targets"], more)
 
     return options.gather.around(run)(params)
 
 
 @functools.lru_cache(64)
 def _partition_loss(
-    config: ModuleConfig, mesh: Mesh, device: str, remat: str, split_stream: bool
+    config: ModuleConfig,
+    mesh: Mesh,
+    device: str,
+    remat: str,
+    split_stream: bool,
+    more: tuple[str, ...],
+    adapted: tuple[str, ...],
 ) -> partitioning.Partitioned:
-    """The loss on a mesh, of parameters that are split over tp alone."""
-    opened = open_module(config, device)
+    """The loss on a mesh, of parameters that are split over tp alone, and of `more` inputs.
+
+    Args:
+        adapted: as of `open_module`.
+    """
+    opened, own = open_module(config, device, adapted), flatten(defs(config))
     split = rules(config, mesh, fsdp=())
-    specs = {name: split.spec(d.axes) for name, d in flatten(defs(config)).items()}
+    specs = {name: split.spec(d.axes) for name, d in own.items()}
+    specs |= split_adapters(adapted, own, split)
     data = tuple(axis for axis in DATA_AXES if mesh[axis] > 1)
     rows = P(data or None)
     again = {"full": policies.nothing, "dots": policies.dots}
@@ -732,12 +717,25 @@ def _partition_loss(
     given = {layers: again[remat]} if layers and remat in again else {}
     line = {layers: P(data or None, "tp")} if layers and split_stream and mesh["tp"] > 1 else {}
 
-    def module_loss(params, tokens, targets):
-        return _sum_losses(opened, params, tokens, targets)
+    def module_loss(params, tokens, targets, more):
+        return _sum_losses(opened, params, tokens, targets, more)
 
+    given_specs = specs, rows, rows, {name: P() if name == "key" else rows for name in more}
     return partitioning.partition(
-        module_loss, mesh, (specs, rows, rows), P(), constraints=line, remat=given, pick="cheapest"
+        module_loss, mesh, given_specs, P(), constraints=line, remat=given, pick="cheapest"
     )
+
+
+def draws(config: ModuleConfig, options: ModelOptions = DEFAULTS) -> bool:
+    """Whether its loss draws random numbers, of dropout."""
+    return config.dropouts == "on" and bool(open_module(config).dropouts)
+
+
+def _packing_problems(config: ModuleConfig) -> Iterator[Problem]:
+    if not open_module(config).packing:
+        wanted = "position_ids, or an attention_mask [batch, 1, seq, seq], that keeps them apart"
+        got = "a module whose forward has no place for packed documents"
+        yield Problem("model", got, wanted, "leave --pack and --mask-documents out")
 
 
 @functools.lru_cache(32)
@@ -755,7 +753,7 @@ def iterate_logits(
     params: tree.Tree, config: ModuleConfig, tokens: Tensor, num_tokens: int
 ) -> Iterator[Tensor]:
     """The logits of each next token, for `functron.generate`: all tokens are read for each."""
-    opened, params = open_module(config, tokens.device.type), flatten(params)
+    opened, params = open_module(config, tokens.device.type), flatten(lora.merge(params))
     for _ in range(num_tokens):
         logits, _ = opened.call(params, tokens[:, -config.max_seq :], router=False)
         last = yield logits[:, -1].float()
@@ -776,12 +774,19 @@ def _find_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     """Settings that a module as it is does not have."""
     model: Any = config.architecture
     opened = open_module(model)
+    if config.data.packed:
+        yield from _packing_problems(model)
     if model.vocab_size != opened.vocab_size:
         wanted = f"{opened.vocab_size}, the width of the module's logits"
         yield Problem("module.vocab_size", str(model.vocab_size), wanted, "leave it out")
     if opened.positions and model.max_seq > opened.positions:
         wanted = f"at most {opened.positions}, the positions that it has parameters for"
         yield Problem("module.max_seq", str(model.max_seq), wanted, "leave it out")
+    several = mesh is not None and mesh["tp"] > 1 and math.prod(mesh[x] for x in DATA_AXES) > 1
+    if several and config.compute.compile is True:
+        # gradients of GPT-2 differ by some percent there, and only there
+        wanted = "steps that are not compiled where tp and data axes split a module together"
+        yield Problem("compile", f"true on {mesh}", wanted, "leave --compile out, or take one axis")
     if config.optimizer.name == "muon":
         fix = "--optimizer adamw"
         yield Problem("optimizer", "muon", "one that does not ask which matrices project", fix)
@@ -809,6 +814,7 @@ def make_family() -> Family:
     return Family(
         "module", "a module as it is", *given,
         objective=Objective(find_problems=_find_problems), iterate_logits=iterate_logits,
-        draws=lambda config, options: False, free=("dtype", "rules", "dropouts", "router_losses"),
-        without_extras=lambda config: replace(config, router_losses=False), schemes=schemes,
+        free=("dtype", "rules", "dropouts", "router_losses"), draws=draws, adapters=True,
+        packs=True, schemes=schemes,
+        without_extras=lambda config: replace(config, router_losses=False),
     )  # fmt: skip

@@ -1,8 +1,15 @@
-"""Decoders of transformers at tiny size, from what their configurations have in common."""
+"""Decoders of transformers at tiny size, from what their configurations have in common.
+
+``python -m tests.apps.zoo.tiny_modules`` prints the table of docs/modules.md.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +17,11 @@ import torch
 from torch.nn import functional as F
 
 import functron as ft
-from functron import DATA_AXES, Mesh, P, tree
+from functron import DATA_AXES, Mesh, P, lora, tree
 from functron.apps.zoo import modules
-from functron.apps.zoo.modules import ModuleConfig, build_module, flatten, nest
+from functron.apps.zoo.modules import ModuleConfig, build_module, flatten
+from functron.models.family import list_presets
+from functron.models.lora import LoRA
 from functron.transforms import Gather
 
 SIZES: dict[str, Any] = {
@@ -109,18 +118,32 @@ def dense(config: ModuleConfig) -> tuple[dict, torch.Tensor, dict[str, torch.Ten
     return {name: x.detach() for name, x in own.items()}, total.detach(), grads
 
 
-def partitioned(config: ModuleConfig, params: dict, **sizes: int):
+def adapted_defs(config: ModuleConfig, adapters: LoRA | None) -> dict:
+    """The definitions of a module's parameters, with low-rank additions."""
+    defs = modules.defs(config)
+    return defs if adapters is None else lora.lora_defs(defs, adapters)
+
+
+def partitioned(
+    config: ModuleConfig, params: dict, given=None, key=None, adapters=None, **sizes: int
+):
     """The loss and gradients on a simulated mesh, as a step computes them."""
     mesh, family = Mesh(**sizes), modules.make_family()
-    specs = ft.param_specs(family.defs(config), family.rules(config, mesh))
+    defs = adapted_defs(config, adapters)
+    specs = ft.param_specs(defs, family.rules(config, mesh))
     options = ft.ModelOptions(gather=Gather(specs))
 
-    def step(params, batch):
-        value, grads = ft.value_and_grad(lambda p: family.loss(config, p, batch, options))(params)
+    def step(params, batch, key):
+        def loss(params):
+            return family.loss(config, params, batch, options, key=key)
+
+        value, grads = ft.value_and_grad(loss)(params)
         return value, ft.sync_gradients(grads, specs)
 
-    mapped = ft.shard_map(step, mesh, (specs, P(DATA_AXES)), (P(), specs))
-    value, grads = mapped(nest(params), batch(config.vocab_size))
+    mapped = ft.shard_map(step, mesh, (specs, P(DATA_AXES), P()), (P(), specs))
+    leaves = [params[name] for name in flatten(defs)]
+    whole = tree.unflatten(tree.structure(defs), leaves)
+    value, grads = mapped(whole, given or batch(config.vocab_size), key)
     return value, flatten(grads)
 
 
@@ -150,3 +173,35 @@ REFUSED = {
     "jetmoe": "asks for the number in a tensor",
 }
 """Model types that are not, with what their errors say."""
+
+
+def print_table(kinds: Sequence[str]) -> None:
+    """Prints a row of Markdown for each model type: the largest errors on each mesh, or why not."""
+    print("| model type |", *(f" {mesh} |" for mesh in MESHES), " packed |", sep="")
+    print("|---|", *("---|" for _ in MESHES), "---|", sep="")
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            cells = _fill_row(kind, Path(folder))
+        print(f"| {kind} |", *(f" {cell} |" for cell in cells), sep="", flush=True)
+
+
+def _fill_row(kind: str, folder: Path) -> list[str]:
+    """Errors of the loss and of gradients on each mesh, and how packed documents are told apart."""
+    cells = []
+    try:
+        found = list_presets()[write_folder(kind, folder)]
+        assert isinstance(found, ModuleConfig)
+        config = replace(found, dtype="float64", dropouts="off")
+        params, total, grads = dense(config)
+        for sizes in MESHES.values():
+            value, got = partitioned(config, params, **sizes)
+            far = abs(float(value / total) - 1)
+            cells.append(f"{far:.0e}, {largest_error(got, grads):.0e}")
+        return [*cells, modules.open_module(config).packing or "refused"]
+    except Exception as error:  # of whatever it is
+        why = " ".join(str(error).split()).replace("|", "/").rpartition("` ")[2]
+        return [*cells, why.partition(")")[0] + ")", *[""] * (len(MESHES) - len(cells))]
+
+
+if __name__ == "__main__":  # python -m tests.apps.zoo.tiny_modules
+    print_table(sys.argv[1:] or sorted([*FAMILIES, *REFUSED]))

@@ -1,0 +1,153 @@
+"""Low-rank additions to modules: numbers, frozen weights, and files that PEFT reads.
+
+The oracle is PEFT's own model of the exported adapter, and of its layers torch's autograd.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from functron import lora, random, tree
+from functron.apps.zoo.module_files import make_format
+from functron.apps.zoo.modules import build_module, flatten
+from functron.checkpoint import Checkpoint
+from functron.cli.main import main
+from functron.models.lora import LoRA
+from functron.spmd.params import init_params
+from functron.training import run_folder
+from functron.training.checks import validate
+from functron.training.convert import convert
+from tests.apps.zoo.test_module_trial import find_config
+from tests.apps.zoo.test_modules import losses, run_config
+from tests.apps.zoo.tiny_modules import (
+    MESHES,
+    adapted_defs,
+    batch,
+    largest_error,
+    partitioned,
+    write_folder,
+)
+
+pytest.importorskip("transformers")
+WEIGHTS = "model.safetensors"
+FORMATS = {"hf-module": make_format()}
+
+
+def save_module(kind: str, folder: Path) -> str:
+    """The origin of a tiny module with weights."""
+    # a method of transformers
+    module: Any = build_module(write_folder(kind, folder / "config", vocab_size=256))
+    module.save_pretrained(folder / "base")
+    return f"hf-module:{folder / 'base'}"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+def test_additions_are_those_of_matrices(tmp_path, kind):
+    """The loss is that of the module with the sums, and gradients those of the sums' by hand."""
+    config = find_config(write_folder(kind, tmp_path))
+    added = adapted_defs(config, LoRA(3, 6.0))
+    names = [path for path in tree.paths(added) if path.endswith("lora/a")]
+    assert len(names) >= 8
+    assert not any("head" in name for name in names)
+    key = random.key(3)
+    begun = flatten(init_params(key, added))
+    params = {
+        name: random.normal(random.fold_in(key, i), tuple(x.shape), x.dtype) * 0.1
+        if ".lora." in name and not name.endswith("scale")
+        else x
+        for i, (name, x) in enumerate(begun.items())
+    }
+    module: Any = build_module(config.origin, seed=0).double()
+    given, own = batch(config.vocab_size), dict(module.named_parameters())
+    sums, leaves = {}, {}
+    for name in own:
+        sums[name] = params[name]
+        if (start := name.removesuffix("weight") + "lora.") + "a" in params:
+            a, b = (params[start + part].clone().requires_grad_() for part in "ab")
+            leaves |= {start + "a": a, start + "b": b}
+            sums[name] = params[name] + 2 * a @ b
+    call = torch.func.functional_call
+    logits = call(module, sums, (given["tokens"],), {"use_cache": False}).logits
+    total = F.cross_entropy(logits.mT, given["targets"], reduction="sum")
+    grads = dict(zip(leaves, torch.autograd.grad(total, [*leaves.values()]), strict=True))
+    for sizes in ({}, MESHES["dp=2,tp=2"]):
+        value, found = partitioned(config, params, adapters=LoRA(3, 6.0), **sizes)
+        torch.testing.assert_close(value, total.detach(), rtol=1e-6, atol=0)
+        assert largest_error({name: found[name] for name in grads}, grads) < 5e-6
+    whole = tree.unflatten(tree.structure(added), [params[name] for name in flatten(added)])
+    merged = flatten(lora.merge(whole))
+    assert merged.keys() == own.keys()
+    for name, value in merged.items():
+        torch.testing.assert_close(value, sums[name].detach())
+
+
+def arguments(origin: str, out: Path, *more) -> list[str]:
+    text = str(Path(__file__))
+    return list(map(str, [
+        "train", "--model", origin, "--data", text, "--seq", 16, "--global-batch", 4, "--out", out,
+        "--learning-rate.total-steps", 9, "--lora-rank", 4, *more,
+    ]))  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "target"), [("llama", "q_proj,down_proj"), ("gpt2", "c_fc")])
+def test_an_adapter_is_read_by_peft(tmp_path, kind, target):
+    """A run that goes on elsewhere; its adapter beside the base, and its files with the sums."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    origin, run = save_module(kind, tmp_path), tmp_path / "run"
+    more = ["--lora-targets", target, "--learning-rate.peak", "0.05"]
+    assert main(arguments(origin, run, *more, "--mesh", "dp=2", "--steps", 2)) == 0
+    goes_on = ["--resume", "--mesh", "fsdp=2,tp=2", "--steps", 4]
+    assert main(arguments(origin, run, *more, *goes_on)) == 0
+    whole = tmp_path / "whole"
+    assert main(arguments(origin, whole, *more, "--steps", 4)) == 0
+    both = [[r["loss"] for r in run_folder.records(path) if "loss" in r] for path in (run, whole)]
+    assert both[0] == pytest.approx(both[1], rel=1e-5)
+    convert(f"run:{run}", f"hf-module:{tmp_path / 'adapter'}", formats=FORMATS, adapter=True)
+    convert(f"run:{run}", f"hf-module:{tmp_path / 'sums'}", formats=FORMATS)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    ids = torch.arange(24).reshape(2, 12) * 7 % 250
+    before = base(ids).logits
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    logits = adapted(ids).logits
+    merged: Any = build_module(f"hf-module:{tmp_path / 'sums'}")
+    torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-5, atol=1e-5)
+    assert (logits - before).abs().max() > 1e-2
+    own, module = dict(merged.named_parameters()), build_module(origin)
+    ends = tuple(f"{x}.weight" for x in target.split(","))
+    for name, value in module.named_parameters():
+        assert torch.equal(own[name], value) != name.endswith(ends)
+    newest = run_folder.newest(run)
+    assert newest is not None
+    stored = Checkpoint(newest)
+    for name, value in module.named_parameters():  # the base is as it was
+        assert torch.equal(stored[f"params/{name.replace('.', '/')}"][:], value)
+
+
+def test_what_is_no_layer_is_refused(tmp_path):
+    origin = write_folder("llama", tmp_path)
+    for settings, said in (
+        ({"lora_targets": "q_pro"}, "'q_pro'; wanted a linear layer; fix: .*q_proj"),
+        ({"lora_targets": "embed_tokens"}, "wanted a linear layer"),
+        ({"lora_targets": "input_layernorm"}, "wanted a linear layer"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            validate(run_config(origin, lora_rank=2, **settings))
+    usual = losses(run_config(origin, lora_rank=2))
+    found = losses(run_config(origin, lora_rank=2, mesh="dp=2,tp=2", zero=1, microbatches=2))
+    assert found == pytest.approx(usual, rel=1e-7)
+    assert usual != pytest.approx(losses(run_config(origin)), rel=1e-7)
+    full = tmp_path / "run"
+    assert main(["train", "--model", origin, "--steps", "1", "--seq", "16", "--format", "mock",
+                 "--out", str(full)]) == 0  # fmt: skip
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"with an adapter in it; .*merge_and_unload"):
+        build_module(origin)
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(ValueError, match="a run that trains all parameters; wanted one with lora"):
+        convert(f"run:{full}", f"hf-module:{tmp_path / 'no'}", formats=FORMATS, adapter=True)
