@@ -244,8 +244,7 @@ class Placement:
         """The rows that a pipeline's rank holds of a leaf; empty: all; None: it holds none."""
         if self.partition is None or self.mesh[self.axis] == 1:
             return ()
-        # the top-level entry of the parameters that a leaf of a state belongs to
-        entry = next((part for part in leaf.path.split("/") if part in self.partition.uses), None)
+        entry = self.partition.name_in(leaf.path)
         if entry is None:
             return ()  # counters, keys: the same on every rank
         if entry not in self.partition.held(stage_rank):

@@ -197,6 +197,8 @@ def _dry(made: RunSetup, machine: Hardware | None, kind: str) -> str:
     """The FLOPs, traffic, memory and seconds of a step, as text."""
     if planner is None:
         return step_report(made)
+    if made.is_pipelined and made.family.name != "gpt":
+        return f"{step_report(made)}\n\nno time is estimated: {made.family.title} in stages"
     where = planner.find_this_machine(kind) if machine is None else machine
     foreseen = planner.describe_estimate(planner.estimate_run(made, where))
     ranks = " with a process for each rank" if made.mesh.size > 1 else ""

@@ -81,6 +81,23 @@ def _not_counted(config: Any, *sizes: int) -> NoReturn:
 
 
 @dataclass(frozen=True)
+class StageFunctions:
+    """How a family's models are cut into the stages of a pipeline; functions of the config first.
+
+    Attributes:
+        num_layers: ``(config)`` to how many layers there are to divide.
+        uses: ``(config)`` to which stages use each entry of the parameters, for
+            `functron.pipeline.Partition`.
+        loss: ``(config, part, params, x, batch, options, *, key)`` to what a stage passes on, and
+            at the last one to the sum of the losses.
+    """
+
+    num_layers: Callable[[Any], int]
+    uses: Callable[[Any], Mapping[str, Any]]
+    loss: Callable[..., Any]
+
+
+@dataclass(frozen=True)
 class Family:
     """An architecture's functions, each of its config first.
 
@@ -117,6 +134,7 @@ class Family:
             only, such as those of routers.
         schemes: by the word before a colon, what makes a config of a model's whole name, such as
             ``hf-module:PATH``; beside presets.
+        stages: the functions of the stages of pipelines; None: it has none.
     """
 
     name: str
@@ -145,6 +163,7 @@ class Family:
     schemes: Mapping[str, Callable[[str], Config]] = field(default_factory=dict)
     iterate_logits: Callable[..., Any] | None = None
     respond: Callable[..., Tensor] | None = None
+    stages: StageFunctions | None = None
 
     def __repr__(self) -> str:
         return f"<Family {self.name}: {self.title}>"
@@ -220,6 +239,7 @@ GPT = Family(
     rules_settings=frozenset({"expert_axes"}) | UNEVEN, draws=decoder.draws, adapters=True,
     packs=True, objective=NEXT_TOKEN, free=_GPT_FREE, needs=GPT_NEEDS, canonical=_gpt_canonical,
     numbers=_gpt_numbers, without_extras=lambda config: replace(config, z_loss=0.0, mtp_depth=0),
+    stages=StageFunctions(lambda config: config.num_layers, gpt.uses, gpt.stage_loss),
 )  # fmt: skip
 """The decoder, the family that the library itself has."""
 

@@ -92,7 +92,7 @@ class LoRA:
         if _is_module(defs):
             fix = "leave it out, or take a family that functron knows: --model hf:PATH"
             wanted = "plain additions to layers of a module as it is"
-            more = {"dora": self.dora and "DoRA", "base": self.base != "plain" and self.base}
+            more = {"dora": "DoRA" * self.dora, "base": self.base.removeprefix("plain")}
             found += [
                 Problem(f"{path}_{name}", got, wanted, fix) for name, got in more.items() if got
             ]

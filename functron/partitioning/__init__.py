@@ -18,5 +18,6 @@ if TYPE_CHECKING:
     from functron.partitioning.placement import Digit, ValuePlacement
     from functron.partitioning.rules import PartitionRule, pointwise, product, reduction, whole
     from functron.partitioning.search import FoundSpecs, search
+    from functron.partitioning.sections import LocalSections, cut_layers
 
 import_lazily(__name__)

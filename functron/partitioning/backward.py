@@ -104,7 +104,8 @@ def as_pullback(equation: Equation, fresh: Fresh) -> Equation | None:
     options = {"scale": given.get("scale")} | ({} if mask is None else {"attn_mask": mask})
     forward = Equation(op, (q, k, v, *rest), options, outputs, equation.where)
     moving = equation.outputs[:3]
-    return Equation(Pullback(forward, 3), (grad, *forward.operands), {}, moving, equation.where)
+    pullback: Any = Pullback(forward, 3)  # an operation of this room alone
+    return Equation(pullback, (grad, *forward.operands), {}, moving, equation.where)
 
 
 def _label(shape: Sequence[int], prefix: str = "d") -> Labels:

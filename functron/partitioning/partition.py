@@ -235,8 +235,8 @@ class Partitioned(MappedFunction):
     def __init__(self, fn, mesh, in_specs, out_specs, given, check, donate):
         self._settings, (self._constraints, self._policies), self._attention = given
         self.fn, self._given = fn, tree.map(lambda spec: spec, out_specs, is_leaf=is_spec)
-        self._plans: dict[Any, _FunctionPlan] = {}
-        self._last: _FunctionPlan | None = None
+        self._plans: dict[Any, FunctionPlan] = {}
+        self._last: FunctionPlan | None = None
         super().__init__(self._rank, mesh, in_specs, P(), check, None, donate)
         self.name = self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
@@ -278,7 +278,7 @@ class Partitioned(MappedFunction):
 
         Arguments are global values, which may be abstract.
         """
-        made = self._plan_for(args, whole=True)
+        made = self.plan_for(args, whole=True)
         return "\n".join(_lines(made.plan, "", made.settings))
 
     @public
@@ -299,7 +299,7 @@ class Partitioned(MappedFunction):
         return self._rank(*args)
 
     def _rank(self, *args):
-        made = self._last = self._plan_for(args, whole=False)
+        made = self._last = self.plan_for(args, whole=False)
         given = tree.broadcast_prefix(
             self._spec_prefix(args), args, is_leaf=is_spec, what="in_specs"
         )
@@ -324,7 +324,8 @@ class Partitioned(MappedFunction):
         ]
         return tree.unflatten(made.out_structure, outputs)
 
-    def _plan_for(self, args: tuple, *, whole: bool) -> _FunctionPlan:
+    def plan_for(self, args: tuple, *, whole: bool) -> FunctionPlan:
+        """The plan for arguments: of `whole` values, or of one rank's shards."""
         leaves, structure = tree.flatten(args)
         prefix = self._spec_prefix(args)
         specs = tree.broadcast_prefix(prefix, args, is_leaf=is_spec, what="in_specs")
@@ -345,7 +346,7 @@ class Partitioned(MappedFunction):
             known = self._plans[key] = self._plan(leaves, looks, structure, specs)
         return known
 
-    def _plan(self, leaves, looks, structure, specs) -> _FunctionPlan:
+    def _plan(self, leaves, looks, structure, specs) -> FunctionPlan:
         fakes = fake_leaves(leaves, [look[0] for look in looks])
         with refusing_tracked(self.name, self.fn, aside=True):
             program, pins, rules_used = global_program(self.fn, tree.unflatten(structure, fakes))
@@ -370,7 +371,7 @@ class Partitioned(MappedFunction):
         plan = plan_block(block, settings, inputs, self._pin_outputs(program, mesh, sizes))
         _check_travel(plan, [axis for axis in self._attention if axis in sizes], self.name)
         plan = with_gathers_together(with_equal_cotangents(plan, sizes), sizes)
-        return _FunctionPlan(plan, program, settings, self._given, tuple(rules_used))
+        return FunctionPlan(plan, program, settings, self._given, tuple(rules_used))
 
     def _constrain(self, block: Block, pins: list[P]) -> Block:
         """`block`, with the results of the scopes of `constraints` constrained."""
@@ -423,7 +424,7 @@ class Partitioned(MappedFunction):
         ]
 
 
-class _FunctionPlan:
+class FunctionPlan:
     """The plan of a function for one structure of arguments.
 
     Attributes:

@@ -436,11 +436,11 @@ def see_stages(
     """
     partition = stages.partition
 
-    def levels_of(number: int) -> list[tuple[dict, dict]]:
+    def levels_of(number: int) -> list[tuple[dict, ...]]:
         names = partition.names(number)
         return [
-            ({name: specs[name] for name in names}, {name: into[name] for name in names})
-            for specs, into in levels
+            tuple(partition.nest(partition.entries(each, names)) for each in level)
+            for level in levels
         ]
 
     own = {number: levels_of(number) for number in partition.stages(rank)}

@@ -420,13 +420,14 @@ class PendingValues:
         """
         if self.post is None:
             return partition.join(sums, None)
-        tied = {name for name, letters in partition.uses.items() if set(letters) == {"E", "L"}}
+        tied = {name for name in partition.uses if partition.is_tied(name)}
         for stage in range(self.schedule.num_stages):
             ranks = partition.holders(stage)
             if self.rank in ranks and len(ranks) > 1:
-                own = {name: v for name, v in sums[stage].items() if name not in tied}
-                sums[stage] = {**sums[stage], **self.post.add_up(own, ranks)}
-        joined = partition.join(sums, self.rank)
+                held = partition.entries(sums[stage])
+                own = {name: v for name, v in held.items() if name not in tied}
+                sums[stage] = partition.nest({**held, **self.post.add_up(own, ranks)})
+        joined = partition.entries(partition.join(sums, self.rank))
         for name in partition.uses:
             ranks = partition.sharers(name) if name in tied else ()
             if self.rank in ranks and len(ranks) > 1:
@@ -436,4 +437,4 @@ class PendingValues:
             source = partition.sharers(name)[0]
             joined[name] = self.post.scatter(joined.get(name), part, dim, source)
         self.post.finish()
-        return {name: joined[name] for name in params}
+        return partition.nest({name: joined[name] for name in partition.entries(params)})

@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -286,8 +286,9 @@ def _layout_problems(stages: Sequence[str], num_layers: int, num_stages: int) ->
 
 _LETTERS = "EtL"
 
-Use = str | range
-"""Which stages use an entry of the parameters: letters, or a stack's layers; see `Partition`."""
+Use = str | range | frozenset[str | int]
+"""Which stages use an entry of the parameters: letters, a stack's layers, or some of both; see
+`Partition`."""
 
 
 @dataclass(frozen=True)
@@ -312,11 +313,14 @@ class Partition:
 
     Attributes:
         pipes: per pipe, per stage, the (rank, chunk) that holds it, as in a `Schedule`.
-        uses: which stages use each top-level entry of the parameters: "E" the one with the
-            embedding, "L" the one with the loss; "EL" both, which then hold copies whose gradients
-            are added (tied embeddings); "t" each its own layers' rows of a stack with one per layer
-            of the model; a range, as "t", but the stack has one row per layer in the range, in
-            order: ``range(3)``, ``range(3, 61)``, every second one ``range(1, 48, 2)``.
+        uses: which stages use each entry of the parameters, by its path (``"embed"``,
+            ``"model/layers/0"``): "E" the one with the embedding, "L" the one with the loss; "EL"
+            both, which then hold copies whose gradients are added (tied embeddings); "t" each its
+            own layers' rows of a stack with one per layer of the model; a range, as "t", but the
+            stack has one row per layer in the range, in order: ``range(3)``, ``range(3, 61)``,
+            every second one ``range(1, 48, 2)``; a set of letters and numbers of layers, such as
+            ``frozenset({4})`` or ``frozenset({"E", 0, 1})``, those with one of them, which hold
+            copies if they are several.
         spread: entries of "E" and "L" that are divided among all ranks of the pipeline, by the dim
             that is: between steps each rank holds, and updates, a part of the vocabulary. In a step
             those that use an entry gather it, and its gradient is divided again.
@@ -336,7 +340,7 @@ class Partition:
         found += [
             Problem(f"spread/{name}", f"an entry that uses={self.uses.get(name)!r}", "E, L or both")
             for name in self.spread
-            if _is_stacked(self.uses.get(name, "t")) or set(self.uses[name]) - set("EL")
+            if _is_stacked(self.uses.get(name, "t")) or {*self.uses[name]} - {"E", "L"}
         ]
         if len(self.layout) != len(self.pipes[0]):
             got = f"{len(self.layout)} stages, {format_layout(self.layout)}"
@@ -408,36 +412,44 @@ class Partition:
         return _rows_in(stack, self.layers(rank))
 
     def names(self, stage: int) -> list[str]:
-        """The top-level entries of the parameters that a stage uses."""
+        """The entries of the parameters that a stage uses."""
         part = self.layout[stage]
-        has = {*("E" * part.embed), *("L" * part.loss)}
+        has = {*("E" * part.embed), *("L" * part.loss), *part.layers}
         return [
             name
             for name, use in self.uses.items()
             if (part.layers and use == "t")
-            or (not has.isdisjoint(use) if isinstance(use, str) else _rows_in(use, part.layers))
+            or (_rows_in(use, part.layers) if isinstance(use, range) else not has.isdisjoint(use))
         ]
 
     def kind(self, stage: int) -> tuple:
-        """The kind of a stage: the same for stages that have as many rows of every stack."""
+        """The kind of a stage: the same for stages that have as many rows of every stack.
+
+        Stages with layers that are no rows of a stack are of a kind each.
+        """
         part = self.layout[stage]
         stacks = ((name, self.stack(name)) for name in self.names(stage))
         counts = {name: len(_rows_in(s, part.layers)) for name, s in stacks if s is not None}
-        return part.embed, part.loss, tuple(counts.items())
+        own = tuple(name for name in self.names(stage) if isinstance(self.uses[name], frozenset))
+        return part.embed, part.loss, tuple(counts.items()), own
 
     def sharers(self, name: str) -> tuple[int, ...]:
-        """The ranks that hold a top-level entry that is not stacked by layer, in order."""
+        """The ranks that hold an entry that is not stacked by layer, in order."""
         stages = [s for s in range(self.num_stages) if name in self.names(s)]
         return tuple(sorted({rank for stage in stages for rank in self.holders(stage)}))
 
+    def is_tied(self, name: str) -> bool:
+        """Whether several stages hold copies of an entry, whose gradients are added."""
+        return self.stack(name) is None and len({*self.uses[name]}) > 1
+
     def held(self, rank: int | None) -> list[str]:
-        """The top-level entries of the parameters that a rank holds, wholly or some rows of."""
+        """The entries of the parameters that a rank holds, wholly or some rows of."""
         names = {name for stage in self.stages(rank) for name in self.names(stage)}
         names |= self.spread.keys()
         return [name for name in self.uses if name in names]
 
     def copies(self, rank: int | None) -> dict[str, int] | int:
-        """How many ranks hold what a rank holds, by top-level entry; for `optim.global_norm`.
+        """How many ranks hold what a rank holds, by entry; for `optim.global_norm`.
 
         Raises:
             ValueError: the pipes meet on some of a rank's stages only, so that its layers are held
@@ -465,17 +477,38 @@ class Partition:
                 unequal[got] = Problem(path, got, wanted, fix)
         title = "cannot compute the norm of gradients on these pipes"
         raise_problems(title, unequal.values())
-        return copies | dict.fromkeys(self.spread, 1)
+        return self.nest(copies | dict.fromkeys(self.spread, 1))
+
+    def entries(self, value: Mapping[str, Any], names: Iterable[str] | None = None) -> dict:
+        """The entries of a tree like the parameters, by name; of some names, or all that it has."""
+        chosen = self.uses if names is None else names
+        found = {name: _at(value, name) for name in chosen}
+        return found if names is not None else {k: v for k, v in found.items() if v is not None}
+
+    def name_in(self, path: str) -> str | None:
+        """The entry that a leaf of a state belongs to, by its path; None: to none."""
+        parts = path.split("/")
+        spans = ((i, j) for i in range(len(parts)) for j in range(len(parts), i, -1))
+        named = ("/".join(parts[i:j]) for i, j in spans)
+        return next((name for name in named if name in self.uses), None)
+
+    def nest(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """The tree of entries by name, as the parameters have them."""
+        out: dict[str, Any] = {}
+        for name, entry in entries.items():
+            tree.put_leaf(out, name, entry)
+        return out
 
     def local(self, value: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
-        """The top-level entries that a rank holds, whole: of specs, say.
+        """The entries that a rank holds, whole: of specs, say.
 
         Raises:
             ValueError: `value` has other entries than `uses`.
         """
         self._check_names(value)
-        kept = self.uses if rank is None else self.held(rank)
-        return {name: entry for name, entry in value.items() if name in kept}
+        kept = set(self.uses if rank is None else self.held(rank))
+        names = [name for name in _names_in(value, self.uses) if name in kept]
+        return self.nest(self.entries(value, names))
 
     def storage_specs(self, specs: Mapping[str, Any], axis: str = "pp") -> dict[str, Any]:
         """How what a rank holds between steps is split on a bound mesh: `axis` too, where spread.
@@ -497,12 +530,12 @@ class Partition:
             entries[dim] = (*entry_axes(entries[dim]), axis)
             return P(*entries)
 
-        return {
+        split = {
             name: tree.map(lambda s, d=self.spread[name]: spread(s, d), entry, is_leaf=is_spec)
-            if name in self.spread
-            else entry
             for name, entry in specs.items()
+            if name in self.spread
         }
+        return {**specs, **split}
 
     def local_defs(self, defs: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
         """The definitions of the parameters that a rank holds: the numbers are the whole model's.
@@ -511,7 +544,7 @@ class Partition:
             ValueError: `defs` has other entries than `uses`, a stack is of layers that the layout
                 has not, or has not one row per layer.
         """
-        kept = self.local(defs, rank)
+        kept = self.entries(self.local(defs, rank))
         stacks = {name: stack for name in self.uses if (stack := self.stack(name)) is not None}
         known = self.layers(None)
         found = [
@@ -531,11 +564,11 @@ class Partition:
             if rank is not None and name in kept:
                 rows = self.rows(name, rank)
                 kept[name] = tree.map(lambda d, rows=rows: _rows_of(d, rows), kept[name])
-        return kept
+        return self.nest(kept)
 
     def stage_params(self, params: Mapping[str, Any], stage: int, rank: int | None) -> dict:
         """The parameters of a stage, as views, from those that `rank` holds (None: all)."""
-        out = {name: params[name] for name in self.names(stage)}
+        out = self.entries(params, self.names(stage))
         for name in out:
             stack = self.stack(name)
             if stack is not None:  # a stage's layers follow each other: so do its rows
@@ -543,11 +576,11 @@ class Partition:
                 first = self.rows(name, rank).index(mine[0])
                 at = (0, first, len(mine))
                 out[name] = tree.map(lambda leaf, at=at: leaf.narrow(*at), out[name])
-        return out
+        return self.nest(out)
 
     def join(self, stages: Mapping[int, Mapping[str, Any]], rank: int | None) -> dict[str, Any]:
-        """The entries of `rank`, of those of its stages: rows stacked again, copies added."""
-        held = [stages[stage] for stage in self.stages(rank)]
+        """The parameters of `rank`, of those of its stages: rows stacked again, copies added."""
+        held = [self.entries(stages[stage]) for stage in self.stages(rank)]
         out = {}
         for name, use in self.uses.items():
             entries = [entry[name] for entry in held if name in entry]
@@ -557,21 +590,43 @@ class Partition:
                 out[name] = tree.map(lambda *rows: torch.cat(rows), *entries)
             elif entries:
                 out[name] = tree.map(lambda *copies: sum(copies[1:], copies[0]), *entries)
-        return out
+        return self.nest(out)
 
     def _check_names(self, value: Mapping[str, Any]) -> None:
         wanted = "an entry in uses, which says who needs it"
-        found = [Problem(name, "a parameter", wanted) for name in value if name not in self.uses]
+        names = _names_in(value, self.uses)
+        found = [Problem(name, "a parameter", wanted) for name in names if name not in self.uses]
         found += [
             Problem(f"uses/{name}", "an entry", "a parameter of that name")
             for name in self.uses
-            if name not in value
+            if name not in names
         ]
         raise_problems("the partition and the parameters differ", found)
 
 
 def _is_stacked(use: Use) -> bool:
     return use == "t" or isinstance(use, range)
+
+
+def _at(value: Mapping[str, Any], path: str) -> Any:
+    """The part of nested dicts at a path; None: there is none."""
+    found: Any = value
+    for key in path.split("/"):
+        if not isinstance(found, Mapping) or key not in found:
+            return None
+        found = found[key]
+    return found
+
+
+def _names_in(value: Mapping[str, Any], names: Container[str], above: str = "") -> list[str]:
+    """The paths of the parts of nested dicts that have names, or no part that has one."""
+    found: list[str] = []
+    for key, part in value.items():
+        path = f"{above}{key}"
+        inner = part if isinstance(part, Mapping) and path not in names else {}
+        below = _names_in(inner, names, f"{path}/")
+        found += below if any(name in names for name in below) else [path]
+    return found
 
 
 def _rows_in(stack: range, layers: Sequence[int]) -> list[int]:
@@ -584,8 +639,15 @@ def _use_problems(name: str, use: Use) -> list[Problem]:
         wanted = "layers of the model, in order"
         bad = not use or use.start < 0 or use.step < 1
         return [Problem(f"uses/{name}", f"{use}", wanted)] if bad else []
+    if isinstance(use, frozenset):
+        bad = not use or any(x not in ("E", "L") and not _is_layer(x) for x in use)
+        return [Problem(f"uses/{name}", repr(use), "E, L and numbers of layers")] if bad else []
     bad = not use or set(use) - set(_LETTERS) or ("t" in use and len(use) > 1)
     return [Problem(f"uses/{name}", repr(use), "t alone, or E, L or both")] if bad else []
+
+
+def _is_layer(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _rows_of(d: ParamDef, rows: Sequence[int]) -> ParamDef:
@@ -643,8 +705,7 @@ def collect(
     whole, missing = [], []
     for path, wanted in zip(tree.paths(like), tree.leaves(like), strict=True):
         parts = [(rank, ranks[path]) for rank, ranks in enumerate(everyone) if path in ranks]
-        entry = next((name for name in path.split("/") if name in partition.uses), "")
-        found = _assemble(parts, wanted, rows.get(entry))
+        found = _assemble(parts, wanted, rows.get(partition.name_in(path) or ""))
         whole.append(found.to(device) if isinstance(found, torch.Tensor) else found)
         if found is None:
             missing.append(Problem(path, "no rank that holds it whole or by layer", "one at least"))

@@ -330,7 +330,7 @@ def validate(
         adapts = config.family.adapters and not adapters
         fits = not precision if config.lora.adapters is None else adapts
         setup = RunSetup(config, mesh, with_additions(config, defs) if fits else defs)
-        if setup.is_pipelined and config.family.name == "gpt" and _can_be_cut(config):
+        if setup.is_pipelined and config.family.stages is not None and _can_be_cut(config):
             _try(lambda: setup.partition, messages)
         fits = _try(lambda: setup.rules, messages) is not None and not messages
         if fits and config.precision.products and not precision:

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,6 +19,7 @@ from functron.core import random, tree
 from functron.core.errors import refuse
 from functron.core.settings import value_at
 from functron.core.tables import Table, align_columns, bytes_text, count_text
+from functron.models.config import GPTConfig
 from functron.pipeline.partition import Part
 from functron.pipeline.registry import NAMES
 from functron.pipeline.schedule import Schedule
@@ -259,11 +260,11 @@ def pipeline_cost(setup: RunSetup) -> PipelineCost:
     """
     partition, schedule = setup.partition, setup.schedule
     known: dict[tuple, StageCost] = {}
-    stages = []
+    stages, x = [], None
     for number, part in enumerate(partition.layout):
         kind = (partition.kind(number), setup.high(part))
         if kind not in known:
-            known[kind] = _stage_cost(setup, number)
+            known[kind], x = _stage_cost(setup, number, x)
         stages.append(replace(known[kind], part=part))
     forward, inner, weights = zip(*(stage.flops for stage in stages), strict=True)
     costs = Costs(forward, None, inner, weights)
@@ -278,8 +279,9 @@ def pipeline_cost(setup: RunSetup) -> PipelineCost:
     return PipelineCost(schedule, tuple(stages), ranks, schedule.simulate(costs))
 
 
-def _stage_cost(setup: RunSetup, number: int) -> StageCost:
-    stage, x = _trace_stage(setup, number)
+def _stage_cost(setup: RunSetup, number: int, given: Any) -> tuple[StageCost, Any]:
+    """The cost of a stage that gets `given` where it is no GPT's, and what it passes on."""
+    stage, x = _trace_stage(setup, number, given)
     part = setup.partition.layout[number]
     programs = [piece.program(stage.program) for piece in stage.pieces]
     flops = tuple(float(program.cost().hardware_flops) for program in programs)
@@ -289,15 +291,18 @@ def _stage_cost(setup: RunSetup, number: int) -> StageCost:
         sum(var.nbytes for var in stage.arguments[1] if any(var in r for r in reads[i:]))
         for i in range(2)
     ]
-    sent = 0 if part.loss else tree.nbytes(x)
+    made = [output.value for output in stage.program.outputs if output.path.startswith("0/")]
+    made = [torch.empty(v.shape, dtype=v.dtype, device="meta") for v in made]
+    passed = tree.unflatten(stage.y, made)
+    sent = 0 if part.loss else tree.nbytes(x if setup.family.name == "gpt" else passed)
     held = (after[0] + given[0], after[1] + given[1])
-    return StageCost(part, (flops[0], flops[1], flops[2]), held, sent)
+    return StageCost(part, (flops[0], flops[1], flops[2]), held, sent), passed
 
 
-def _trace_stage(setup: RunSetup, number: int) -> tuple[Stage, torch.Tensor]:
-    """The traced actions of a stage, and an activation as the stage before sends it."""
+def _trace_stage(setup: RunSetup, number: int, given: Any) -> tuple[Stage, Any]:
+    """The traced actions of a stage, and what the stage before sends: of others than GPTs given."""
     config, mesh, partition = setup.config, setup.mesh, setup.partition
-    model, plain, part = config.gpt, setup.without_pipeline, partition.layout[number]
+    model, plain, part = setup.model, setup.without_pipeline, partition.layout[number]
     rank = partition.holders(number)[0]
     defs = partition.local_defs(setup.whole_defs, rank)
 
@@ -314,7 +319,9 @@ def _trace_stage(setup: RunSetup, number: int) -> tuple[Stage, torch.Tensor]:
     seq = config.data.seq // math.prod(mesh[axis] for axis in CONTEXT_AXES)
     tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
     seq = seq // mesh["tp"] if config.parallelism.sequence_parallel else seq
-    x = torch.empty(rows, seq, model.embed_dim, dtype=model.stream_dtype, device="meta")
+    x = given
+    if isinstance(model, GPTConfig):
+        x = torch.empty(rows, seq, model.embed_dim, dtype=model.stream_dtype, device="meta")
     batch = {"tokens": tokens, "targets": tokens, "rows": tokens[:, 0]}
     if config.data.packed:
         batch |= {"positions": tokens, "segments": tokens}

@@ -365,7 +365,7 @@ def _of_stages(setup: RunSetup, room: float | None) -> Callable:
     options = dataclasses.replace(setup.options, remat="none", expert_room=room)
 
     def stage(part, params, x, batch):
-        y = gpt.stage_loss(model, part, params, x, batch, options)
+        y = setup.cut.loss(model, part, params, x, batch, options)
         return _next_token(y, room) if part.loss else y
 
     stages = pipelined(stage, setup.partition, setup.schedule.forward_only())

@@ -24,7 +24,7 @@ from functron.data.context_schedule import SLACK
 from functron.models import gpt
 from functron.models.config import TextConfig
 from functron.models.decoder import tell_load, with_histories
-from functron.models.family import Family
+from functron.models.family import Family, StageFunctions
 from functron.models.lora import lora_defs, pack, trainable
 from functron.models.options import ModelOptions
 from functron.nn.moe import MoEConfig
@@ -293,6 +293,18 @@ class RunSetup:
             return None
         return self.mesh.coordinate["pp"]
 
+    @property
+    def cut(self) -> StageFunctions:
+        """The functions of the stages that the model is cut into.
+
+        Raises:
+            ValueError: the family has none.
+        """
+        if self.family.stages is None:
+            title, fix = "this model is not cut into stages", "put those ranks on another axis"
+            refuse(title, "mesh", f"pp={self.mesh['pp']}", f"pp=1 for {self.family.title}", fix)
+        return self.family.stages
+
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule of the pipeline.
@@ -324,7 +336,7 @@ class RunSetup:
             and "vocab" in entry.axes
         }
         layout = self._layout(self.schedule.num_stages)
-        found = Partition(layout, self.schedule.pipes, gpt.uses(config.gpt), spread)
+        found = Partition(layout, self.schedule.pipes, self.cut.uses(self.model), spread)
         stored = found.storage_specs(self.whole_specs)
         validate(abstract_params(defs), stored, self.mesh, what="params")
         on_processes = config.parallelism.nproc or isinstance(self.mesh, BoundMesh)
@@ -335,7 +347,11 @@ class RunSetup:
     def _layout(self, num_stages: int) -> Layout:
         layout = self.config.parallelism.layout
         if layout != "cost":
-            return parse_layout(layout or "even", self.config.gpt.num_layers, num_stages)
+            return parse_layout(layout or "even", self.cut.num_layers(self.model), num_stages)
+        if self.family.name != "gpt":
+            fix = "--layout even, or written out: 'Ett|ttL'"
+            wanted = "even, or stages: this is no GPT"
+            refuse("cannot lay stages out", "layout", layout, wanted, fix)
         ends = (Part(range(0), embed=True), Part(range(0), loss=True))
         embed, loss = map(self.stage_flops, ends)
         return balanced_layout(num_stages, self.layer_flops(), embed=embed, loss=loss)
@@ -345,7 +361,7 @@ class RunSetup:
     ) -> Any:
         """The output of a pipeline stage; of the last one, its loss divided by `total`."""
         options = replace(self.options, watch=watch, expert_room=self.room)
-        y = gpt.stage_loss(self.config.gpt, part, params, x, batch, options, key=key)
+        y = self.cut.loss(self.model, part, params, x, batch, options, key=key)
         if not part.loss:
             return y
         return (y[0] / total, y[1]) if isinstance(y, tuple) else y / total
@@ -546,8 +562,10 @@ class RunSetup:
         for rank in range(self.mesh["pp"]):  # ZeRO goes by the shapes that a rank has
             defs = partition.local_defs(self.whole_defs, rank)
             local = param_specs(defs, self.rules)
-            specs |= local
-            zero_specs |= self._zero_specs(defs, partition.storage_specs(local)) or {}
+            specs |= partition.entries(local)
+            split = self._zero_specs(defs, partition.storage_specs(local)) or {}
+            zero_specs |= partition.entries(split)
+        specs, zero_specs = partition.nest(specs), partition.nest(zero_specs)
         optimizer = self._optimizer(self.whole_defs, specs, zero_specs or None)
         meta, stored = random.key(0).to("meta"), partition.storage_specs(specs)
         like = init_state(meta, self.whole_defs, stored, optimizer, Mesh())
@@ -747,7 +765,7 @@ class RunSetup:
         )
         return stage_gradients(
             stages,
-            gpt.num_targets,
+            self.family.num_targets,
             reduce_dtype=torch_dtype(own.reduce_dtype),
             checks_sum=False,
             draws=self.family.draws(self.model, self.options),

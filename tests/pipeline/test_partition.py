@@ -303,3 +303,42 @@ def test_stacks_of_other_depths_are_taught():
         message = str(caught.value)
         assert "blocks/up: got shape (3, 5); wanted (4, ...), a row per layer" in message
         assert "blocks/scale: got shape (); wanted (4, ...), a row per layer" in message
+
+
+def test_entries_are_found_by_path():
+    """Layers that are no rows of a stack, and parameters that several of them share."""
+    uses = {
+        "model/embed": frozenset({"E", "L"}),
+        "model/layers/0": frozenset({0}),
+        "model/layers/1": frozenset({1}),
+        "model/layers/2": frozenset({2}),
+        "model/common": frozenset({0, 2}),
+        "head": "L",
+    }
+    partition = Partition(layout_of([2, 1]), make("1f1b", 2, 2).pipes, uses)
+    one = torch.ones(2)
+    layers = {str(at): {"w": one * at} for at in range(3)}
+    params = {"model": {"embed": one, "layers": layers, "common": one}, "head": {"w": one}}
+    held = [partition.local(params, rank) for rank in (0, 1)]
+    assert [tree.paths(each) for each in held] == [
+        ["model/common", "model/embed", "model/layers/0/w", "model/layers/1/w"],
+        ["head/w", "model/common", "model/embed", "model/layers/2/w"],
+    ]
+    assert tree.paths(partition.local(params, None)) == tree.paths(params)
+    assert partition.copies(0) == {
+        "model": {"embed": 2, "layers": {"0": 1, "1": 1}, "common": 2},
+    }
+    # gradients of copies are added
+    stages = {s: partition.stage_params(params, s, None) for s in (0, 1)}
+    joined = partition.join(stages, None)
+    assert tree.structure(joined) == tree.structure(params)
+    assert torch.equal(joined["model"]["embed"], 2 * one)
+    assert torch.equal(joined["model"]["layers"]["2"]["w"], 2 * one)
+    assert partition.name_in("opt_state/0/mu/model/layers/1/w") == "model/layers/1"
+    assert partition.name_in("opt_state/0/count") is None
+    with pytest.raises(
+        ValueError, match=r"model/extra: got a parameter.*\n.*uses/head: got an entry"
+    ):
+        partition.local({"model": {**params["model"], "extra": one}}, 0)
+    with pytest.raises(ValueError, match=r"uses/head: got frozenset.*wanted E, L and"):
+        Partition(partition.layout, partition.pipes, {**uses, "head": frozenset({"t"})})

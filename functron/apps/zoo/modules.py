@@ -28,13 +28,14 @@ from torch import nn as torch_nn
 from torch.nn import functional as F
 
 from functron import nn, partitioning
+from functron.apps.zoo import module_layers
 from functron.apps.zoo.module_adapters import (
     attach_adapters,
     find_linears,
     list_adapted,
     split_adapters,
 )
-from functron.apps.zoo.module_trial import Packing, drops_out, pack_inputs, try_module
+from functron.apps.zoo.module_trial import TRIED, Packing, drops_out, pack_inputs, try_module
 from functron.core import tree
 from functron.core.errors import Problem, load_function, on_hub, raise_problems, refuse
 from functron.core.settings import choice_problems, setting
@@ -42,8 +43,9 @@ from functron.core.tables import shows_differences
 from functron.core.typing import Tensor
 from functron.models import lora
 from functron.models.config import TextConfig
-from functron.models.family import Family, Objective
+from functron.models.family import Family, Objective, StageFunctions
 from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets, require
+from functron.pipeline import Part, whole
 from functron.program.recorder import aside
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules
 from functron.spmd import collectives as lax
@@ -375,7 +377,7 @@ def _find_layers(module: torch_nn.Module) -> str | None:
     if not lists:
         return None
     name = max(lists, key=lambda name: lists[name]).rpartition(".")[2]
-    return rf"(^|[/.]){re.escape(name)}\.\d+$"
+    return rf"(?:^|[/.]){re.escape(name)}\.\d+$"
 
 
 # --- the parameters
@@ -475,14 +477,14 @@ def rules(
     one that it does; or none.
 
     Raises:
-        ValueError: the mesh has ranks on other axes than dp, fsdp and tp; a rule is found in no
+        ValueError: the mesh has ranks on other axes than pp, dp, fsdp and tp; a rule is found in no
             name; or tp does not divide a dim; all offenders are listed.
     """
-    known = ("dp", "fsdp", "tp")
+    known = ("pp", "dp", "fsdp", "tp")
     others = [f"{name}={mesh[name]}" for name in mesh.axis_names if name not in known]
     others = [each for each in others if not each.endswith("=1")]
-    fix = "put those ranks on dp, fsdp or tp"
-    wanted = "ranks on dp, fsdp and tp for a module as it is"
+    fix = "put those ranks on pp, dp, fsdp or tp"
+    wanted = "ranks on pp, dp, fsdp and tp for a module as it is"
     raise_problems(
         "this mesh cannot run the model",
         [Problem("mesh", each, wanted, fix) for each in others],
@@ -581,12 +583,10 @@ def _find_specs(config: ModuleConfig, ranks: int) -> dict[str, P]:
     A rank may hold a fifth more than its part of what can be split.
     """
     opened = open_module(replace(config, rules="", router_losses=False))
-    params = {
-        name: value.to(config.torch_dtype)
-        for name, value in opened.params.items()
-        if _layer_number(opened, name) < _SEARCHED_LAYERS
-    }
-    rest = {name: value for name, value in opened.params.items() if name not in params}
+    every = {name: value.to(config.torch_dtype) for name, value in opened.params.items()}
+    chosen = {name for name in every if _layer_number(opened, name) < _SEARCHED_LAYERS}
+    params = {name: value for name, value in every.items() if name in chosen}
+    rest = {name: value for name, value in every.items() if name not in chosen}
     rows, seq = _SEARCHED_TOKENS
     tokens = torch.zeros(rows, min(seq, config.max_seq), dtype=torch.int64, device="meta")
 
@@ -672,23 +672,35 @@ def loss(
             place for packed documents.
     """
     require(batch, "tokens", "targets")
-    sizes = {name: axis.size for name, axis in scope().axes.items() if axis is not None}
-    mesh, device = Mesh(**sizes), batch["tokens"].device.type
-    split = "tp" in entry if isinstance(entry := options.stream[1], tuple) else False
-    more = {name: batch[name] for name in ("positions", "segments") if name in batch}
-    raise_problems("this module cannot be packed", [*_packing_problems(config)] if more else [])
-    if key is not None and draws(config):
-        rows = batch.get("rows")
-        if rows is None:
-            rows = lax.global_index(len(batch["tokens"]), DATA_AXES, device=batch["tokens"].device)
-        more |= {"key": key, "rows": rows}
-    adapted = list_adapted(flatten(params))
-    mapped = _partition_loss(config, mesh, device, options.remat, split, tuple(more), adapted)
+    if is_cut(config):
+        every = whole(num_layers(config))
+        return stage_loss(config, every, params, None, batch, options, key=key)
+    more, adapted = _find_more_inputs(config, batch, key), list_adapted(flatten(params))
+    mapped = _partition_loss(config, *_place(batch, options), tuple(more), adapted)
 
     def run(whole: tree.Tree) -> Tensor:
         return mapped.local(flatten(whole), batch["tokens"], batch["targets"], more)
 
     return options.gather.around(run)(params)
+
+
+def _place(batch: Batch, options: ModelOptions) -> tuple[Mesh, str, str, bool]:
+    """The mesh around, without pipelines, and what else the partitioned loss depends on."""
+    sizes = {name: axis.size for name, axis in scope().axes.items() if axis is not None}
+    split = "tp" in entry if isinstance(entry := options.stream[1], tuple) else False
+    return Mesh(**sizes), batch["tokens"].device.type, options.remat, split
+
+
+def _find_more_inputs(config: ModuleConfig, batch: Batch, key: Tensor | None) -> dict[str, Tensor]:
+    """Inputs of the loss besides tokens and targets: of packed documents, and for dropout."""
+    more = {name: batch[name] for name in ("positions", "segments") if name in batch}
+    raise_problems("this module cannot be packed", [*_packing_problems(config)] if more else [])
+    if key is None or not draws(config):
+        return more
+    rows = batch.get("rows")
+    if rows is None:
+        rows = lax.global_index(len(batch["tokens"]), DATA_AXES, device=batch["tokens"].device)
+    return more | {"key": key, "rows": rows}
 
 
 @functools.lru_cache(64)
@@ -736,6 +748,99 @@ def _packing_problems(config: ModuleConfig) -> Iterator[Problem]:
         wanted = "position_ids, or an attention_mask [batch, 1, seq, seq], that keeps them apart"
         got = "a module whose forward has no place for packed documents"
         yield Problem("model", got, wanted, "leave --pack and --mask-documents out")
+
+
+# --- layers
+
+
+@functools.lru_cache(64)
+def _cut_loss(
+    config: ModuleConfig,
+    sizes: tuple[int, int],
+    mesh: Mesh,
+    device: str,
+    remat: str,
+    split_stream: bool,
+    more: tuple[tuple[str, torch.dtype, int], ...],
+    adapted: tuple[str, ...],
+) -> partitioning.LocalSections:
+    """The loss of a batch of all ranks, cut at the module's layers.
+
+    Args:
+        sizes: rows and tokens of the batch.
+        more: names, dtypes and numbers of dims of the other inputs.
+        adapted: as of `open_module`.
+    """
+    opened, names = open_module(config, device, adapted), tuple(name for name, *_ in more)
+    if opened.layers is None:
+        wanted = "a torch.nn.ModuleList of layers that forward calls one by one"
+        refuse("this module is not cut into layers", "model", "no list of layers", wanted)
+    mapped = _partition_loss(config, mesh, device, remat, split_stream, names, adapted)
+    params = module_layers.describe_values(opened.params, config.torch_dtype, device)
+    tokens = module_layers.describe_tokens(*sizes, device)
+    described = module_layers.describe_inputs(more, sizes, device)
+    numbered = opened.layers.replace(r"\d+$", r"(\d+)(?=$|[/.])")
+    with aside(), enter(Scope()):
+        return partitioning.cut_layers(
+            mapped, numbered, (1, 2, 3), params, tokens, tokens, described
+        )
+
+
+def _cut_short(config: ModuleConfig) -> partitioning.LocalSections:
+    """The loss of a short batch on one rank, cut at layers; what stages use follows from it."""
+    sizes = 2, min(TRIED, config.max_seq)
+    return _cut_loss(config, sizes, Mesh(), "cpu", "none", False, (), ())
+
+
+@functools.lru_cache(32)
+def is_cut(config: ModuleConfig) -> bool:
+    """Whether the module has layers that its forward calls one by one."""
+    if open_module(config).layers is None:
+        return False
+    try:
+        return num_layers(config) > 0
+    except ValueError:  # as a whole, it is partitioned or says why it is not
+        return False
+
+
+def num_layers(config: ModuleConfig) -> int:
+    """The number of the module's layers.
+
+    Raises:
+        ValueError: it has none that its forward calls one by one.
+    """
+    return _cut_short(config).num_layers
+
+
+@functools.lru_cache(32)
+def uses(config: ModuleConfig) -> module_layers.Uses:
+    """Which stages of a pipeline use each entry of `defs`, for `functron.pipeline.Partition`."""
+    return module_layers.find_uses(_cut_short(config), [*open_module(config).params])
+
+
+def stage_loss(
+    config: ModuleConfig,
+    part: Part,
+    params: tree.Tree,
+    x: Sequence[Tensor] | None,
+    batch: Batch,
+    options: ModelOptions = DEFAULTS,
+    *,
+    key: Tensor | None = None,
+) -> Any:
+    """The values that a stage of a pipeline passes on; the last one's result is that of `loss`."""
+    require(batch, "tokens", "targets")
+    mesh, *place = _place(batch, options)
+    rows, seq = batch["tokens"].shape
+    sizes = rows * math.prod(mesh[axis] for axis in DATA_AXES), seq
+    more = _find_more_inputs(config, batch, key)
+    described = tuple((name, x.dtype, x.dim()) for name, x in more.items())
+    cut = _cut_loss(config, sizes, mesh, *place, described, list_adapted(flatten(params)))
+    data = {"1": batch["tokens"], "2": batch["targets"]}
+    data |= {f"3/{name}": x for name, x in more.items()}
+    sections = module_layers.find_sections(part, cut.num_layers)
+    made = module_layers.run_sections(cut, sections, params, data, x or (), options.gather)
+    return made[0] if part.loss else made
 
 
 @functools.lru_cache(32)
@@ -791,6 +896,8 @@ def _find_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     if config.optimizer.name == "muon":
         fix = "--optimizer adamw"
         yield Problem("optimizer", "muon", "one that does not ask which matrices project", fix)
+    if mesh is not None and mesh["pp"] > 1:
+        yield from _pipeline_problems(config, model)
     if config.compute.remat == "selective":
         fix = "take --remat dots or full"
         yield Problem(
@@ -808,6 +915,16 @@ def _find_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
         yield Problem("tokenizer", got, str(folder), f"--tokenizer {folder}")
 
 
+def _pipeline_problems(config: TrainConfig, model: ModuleConfig) -> Iterator[Problem]:
+    if not is_cut(model):
+        wanted = "layers in a torch.nn.ModuleList, that forward calls one by one, to cut stages at"
+        fix = "put those ranks on dp, fsdp or tp"
+        yield Problem("mesh", f"pp of {model.origin}", wanted, fix)
+    if config.parallelism.vocab_over_pp:
+        wanted = "embeddings that the stages with them hold, of a module as it is"
+        yield Problem("vocab_over_pp", "true", wanted, "leave it out")
+
+
 def make_family() -> Family:
     """The family of modules as they are."""
     schemes = MappingProxyType({HUB: _open_config, FACTORY: _open_config})
@@ -816,6 +933,6 @@ def make_family() -> Family:
         "module", "a module as it is", *given,
         objective=Objective(find_problems=_find_problems), iterate_logits=iterate_logits,
         free=("dtype", "rules", "dropouts", "router_losses"), draws=draws, adapters=True,
-        packs=True, schemes=schemes,
+        packs=True, schemes=schemes, stages=StageFunctions(num_layers, uses, stage_loss),
         without_extras=lambda config: replace(config, router_losses=False),
     )  # fmt: skip

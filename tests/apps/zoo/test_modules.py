@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from functron import Mesh, checkpoint, random
 from functron.apps.zoo import modules
 from functron.apps.zoo.modules import ModuleConfig, build_module, flatten
 from functron.cli.main import main
+from functron.compiler import executable
 from functron.models.family import list_presets
 from functron.spmd.params import init_params
 from functron.training import run_folder
@@ -28,6 +30,7 @@ from functron.training.checks import validate
 from functron.training.config import TrainConfig, configure, dump, load
 from functron.training.convert import convert
 from functron.training.run import prepare
+from functron.training.setup import make_setup
 from functron.training.train import train
 from tests.apps.zoo.tiny_modules import (
     FAMILIES,
@@ -36,6 +39,7 @@ from tests.apps.zoo.tiny_modules import (
     dense,
     largest_error,
     partitioned,
+    staged,
     write_folder,
 )
 
@@ -55,11 +59,11 @@ def origin_of(tmp_path_factory):
 
 
 @functools.lru_cache(4)
-def opened(origin: str) -> tuple:
+def opened(origin: str, microbatches: int = 1) -> tuple:
     found = list_presets()[origin]
     assert isinstance(found, ModuleConfig)
     config = replace(found, dtype="float64", dropouts="off")  # phimoe's router draws
-    return config, *dense(config)
+    return config, *dense(config, microbatches)
 
 
 def check(origin: str, mesh: str) -> None:
@@ -81,6 +85,37 @@ def test_losses_and_gradients_are_the_module_s(origin_of, kind, mesh):
 def test_families_that_nobody_wrote_a_line_for(origin_of, kind):
     for mesh in MESHES:
         check(origin_of(kind), mesh)
+
+
+def check_stages(origin: str, mesh: str, schedule: str = "1f1b") -> None:
+    """Losses of routers are of each microbatch, also where the module computes them at its end."""
+    config, params, total, grads = opened(origin, microbatches=2)
+    value, found = staged(config, params, mesh, schedule)
+    torch.testing.assert_close(value, total, rtol=1e-6, atol=0)
+    assert largest_error(found, grads) < 5e-6
+    assert sorted(found) == sorted(grads)
+
+
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.7, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "mesh", "schedule"),
+    [
+        ("gpt2", {}, "pp=2,fsdp=2", "gpipe"),  # tied
+        ("llama", {}, "pp=2,tp=2", "zb-h1"),
+        ("mixtral", ROUTED, "pp=2,dp=2", "interleaved"),  # values of all layers cross
+    ],
+)
+def test_stages_of_pipelines_have_the_module_s_gradients(origin_of, kind, changes, mesh, schedule):
+    check_stages(origin_of(kind, **changes), mesh, schedule)
+
+
+@pytest.mark.full  # two minutes
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families_are_cut_into_stages(origin_of, kind):
+    for mesh in ("pp=2", "pp=2,dp=2", "pp=2,tp=2"):
+        check_stages(origin_of(kind), mesh)
 
 
 @pytest.mark.full
@@ -113,6 +148,7 @@ SETTINGS = {
     "step": {"mesh": "fsdp=2,tp=2", "gather": "step"},
     "use": {"mesh": "fsdp=2,tp=2", "remat": "full"},
     "sequence": {"mesh": "dp=2,tp=2", "sequence_parallel": True, "remat": "dots"},
+    "stages": {"mesh": "pp=2,dp=2", "microbatches": 2, "zero": 1, "remat": "full"},
 }
 
 
@@ -129,6 +165,48 @@ def test_families_that_nobody_looked_at_train(origin_of, kind):
     origin = origin_of(kind)
     found = losses(run_config(origin, mesh="dp=2,tp=2"))
     assert found == pytest.approx(losses(run_config(origin)), rel=1e-6)
+
+
+def test_layers_that_are_alike_are_compiled_once(origin_of, monkeypatch):
+    """Graphs that the compiler gets, by how often; its disk has one artefact for each of them."""
+    found: list[Counter] = []
+
+    def count(graphs, *args):
+        found.append(Counter(graph.code for graph in graphs.values()))
+        return {kernel: (lambda x, g=graph: g(*x), "") for kernel, graph in graphs.items()}
+
+    monkeypatch.setattr(executable, "_compile_kernels", count)
+    origin = origin_of("llama", num_hidden_layers=3)
+    executable.compile(make_setup(run_config(origin), Mesh()).program())
+    # forward and backward of a layer; what is before and after them, and the update
+    assert sorted(found[0].values()) == [1, 1, 1, 1, 3, 3]
+
+
+STEPS: dict[str, Any] = {"seq": 16, "global_batch": 4, "format": "mock", "steps": 2}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("kinds", "meshes", "compiled"),
+    [
+        (("gpt2", "mixtral", "gemma2"), ("pp=2",), False),
+        pytest.param(FAST, ("pp=2", "dp=2", "fsdp=2", "tp=2"), False, marks=pytest.mark.full),
+        pytest.param(("gpt2",), ("pp=2", "dp=2", "tp=2"), True, marks=pytest.mark.full),
+    ],
+)
+def test_processes_have_the_numbers_of_one(torchrun, origin_of, kinds, meshes, compiled):
+    settings = {**STEPS, "microbatches": 2, "module__dtype": "float64"}
+    origins = [origin_of(kind) for kind in kinds]
+    wanted = [losses(configure(model=origin, **settings)) for origin in origins]
+    given = json.dumps({**settings, "compile": compiled, "device": "cpu"})
+    program = Path(__file__).with_name("gloo_modules.py")
+    done = torchrun(
+        program, 2, given, ";".join(meshes), *origins, timeout=1200 if compiled else 120
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(found) == len(meshes) * len(origins)
+    for got, one in zip(found, wanted * len(meshes), strict=True):
+        assert got == pytest.approx(one, rel=1e-6)
 
 
 RULES = "(q|k|v|gate|up)_proj = tp; (o|down)_proj = -,tp; embed_tokens|lm_head = tp"
@@ -202,7 +280,8 @@ def test_a_run_goes_on_elsewhere_and_is_exported(origin_of, tmp_path, capsys):
     convert(f"run:{tmp_path / 'begun'}", f"hf-module:{tmp_path / 'same'}", formats=formats)
     weights = "model.safetensors"
     assert (tmp_path / "same" / weights).read_bytes() == (source / weights).read_bytes()
-    assert main(arguments(origin, run, "--mesh", "dp=2", "--steps", 2)) == 0
+    stages = ["--mesh", "pp=2", "--microbatches", 2]
+    assert main(arguments(origin, run, *stages, "--steps", 2)) == 0
     assert main(arguments(origin, tmp_path / "whole", "--steps", 4)) == 0
     more = ["--resume", "--mesh", "fsdp=2,tp=2", "--steps", 4]
     assert main(arguments(origin, run, *more)) == 0
@@ -365,9 +444,17 @@ def test_what_is_refused(origin_of, tmp_path):
         with pytest.raises((ValueError, TypeError), match=said):
             validate(run_config(origin))
     validate(run_config(f"{HERE}.Noisy", module__dropouts="off"))
+    pipe: dict[str, Any] = {"mesh": "pp=2", "microbatches": 2}
+    with pytest.raises(ValueError, match=r"layers in a torch\.nn\.ModuleList, that"):
+        validate(run_config(f"{HERE}.Words", **pipe))
     llama = origin_of("llama")
     for settings, said in (
-        ({"mesh": "pp=2", "microbatches": 2}, "mesh: got pp=2; wanted ranks on dp, fsdp and tp"),
+        ({"mesh": "pp=4", "microbatches": 2}, "2 layers for 4 stages; wanted a layer for every"),
+        (
+            {"mesh": "pp=2", "microbatches": 2, "layout": "cost"},
+            "layout: got cost; wanted even, or",
+        ),
+        ({"mesh": "pp=2", "microbatches": 2, "vocab_over_pp": True}, "vocab_over_pp: got true"),
         ({"mesh": "cp=2"}, "mesh: got cp=2"),
         ({"remat": "selective"}, "remat: got selective"),
         ({"mesh": "dp=2,tp=2", "compile": True}, "compile: got true on dp=2,tp=2"),

@@ -19,9 +19,12 @@ from torch.nn import functional as F
 import functron as ft
 from functron import DATA_AXES, Mesh, P, lora, tree
 from functron.apps.zoo import modules
-from functron.apps.zoo.modules import ModuleConfig, build_module, flatten
+from functron.apps.zoo.modules import ModuleConfig, build_module, flatten, nest
 from functron.models.family import list_presets
 from functron.models.lora import LoRA
+from functron.pipeline import pipelined
+from functron.training.config import configure
+from functron.training.setup import make_setup
 from functron.transforms import Gather
 
 SIZES: dict[str, Any] = {
@@ -98,10 +101,20 @@ def batch(vocab: int) -> dict[str, torch.Tensor]:
     return {"tokens": tokens[:, :-1].contiguous(), "targets": targets}
 
 
-def dense(config: ModuleConfig) -> tuple[dict, torch.Tensor, dict[str, torch.Tensor]]:
+def dense(
+    config: ModuleConfig, microbatches: int = 1
+) -> tuple[dict, torch.Tensor, dict[str, torch.Tensor]]:
     """The module's own parameters, and its loss and gradients by torch's autograd."""
     module: Any = build_module(config.origin).double()
-    given = batch(config.vocab_size)
+    parts = [_dense_part(module, slice(m, None, microbatches)) for m in range(microbatches)]
+    (params, total, grads), *others = parts
+    for _, more, each in others:
+        total, grads = total + more, tree.map(torch.add, grads, each)
+    return params, total, grads
+
+
+def _dense_part(module: Any, samples: slice):
+    given = {name: x[samples] for name, x in batch(module.config.vocab_size).items()}
     own = {name: x for name, x in module.named_parameters() if x.requires_grad}
     names = __import__("inspect").signature(module.forward).parameters
     fixed: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
@@ -144,6 +157,25 @@ def partitioned(
     leaves = [params[name] for name in flatten(defs)]
     whole = tree.unflatten(tree.structure(defs), leaves)
     value, grads = mapped(whole, given or batch(config.vocab_size), key)
+    return value, flatten(grads)
+
+
+def staged(config: ModuleConfig, params: dict, mesh: str, schedule: str = "1f1b"):
+    """The loss and gradients of two microbatches in the stages of a run's pipeline, simulated."""
+    settings: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "microbatches": 2, "seq": 16}
+    run = configure(model=config.origin, global_batch=4, format="mock", **settings)
+    run = replace(run, module=config)
+    setup = make_setup(run, Mesh.parse(mesh))
+    stages = pipelined(setup.stage, setup.partition, setup.schedule)
+
+    def step(params, batch):
+        one = torch.ones((), dtype=torch.float64)
+        value, grads = stages.value_and_grad(params, batch, None, one)
+        return value, ft.sync_gradients(grads, setup.specs)
+
+    rows = {name: P(DATA_AXES) for name in batch(config.vocab_size)}
+    mapped = ft.shard_map(step, setup.mesh, (setup.specs, rows), (P(), setup.specs), stages="pp")
+    value, grads = mapped(nest(params), batch(config.vocab_size))
     return value, flatten(grads)
 
 
