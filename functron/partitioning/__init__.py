@@ -13,10 +13,11 @@ from functron.core import import_lazily
 
 if TYPE_CHECKING:
     from functron.partitioning.global_view import constrain
+    from functron.partitioning.labels import PartitionRule, pointwise, product
     from functron.partitioning.module import from_module
     from functron.partitioning.partition import Partitioned, partition
     from functron.partitioning.placement import Digit, ValuePlacement
-    from functron.partitioning.rules import PartitionRule, pointwise, product, reduction, whole
+    from functron.partitioning.rules import reduction, whole
     from functron.partitioning.search import FoundSpecs, search
     from functron.partitioning.sections import LocalSections, cut_layers
 

@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from functron.partitioning import shards
-from functron.partitioning.placement import Reduction
-from functron.partitioning.rules import (
+from functron.partitioning.labels import (
     Labels,
     MakeRule,
     PartitionRule,
-    along,
+    label_dims,
     pointwise,
+    read_argument,
     sizes_of,
+    without_units,
 )
+from functron.partitioning.placement import Reduction
+from functron.partitioning.rules import along
 from functron.partitioning.shards import RunShard, dims_of, name_arguments
 from functron.program.equations import Equation, Fresh
 
@@ -108,20 +111,12 @@ def as_pullback(equation: Equation, fresh: Fresh) -> Equation | None:
     return Equation(pullback, (grad, *forward.operands), {}, moving, equation.where)
 
 
-def _label(shape: Sequence[int], prefix: str = "d") -> Labels:
-    return tuple((f"{prefix}{i}",) if size != 1 else () for i, size in enumerate(shape))
-
-
 def _letters(*rows: Iterable[tuple[str, ...]]) -> list[str]:
     return [letter for labels in rows for dim in labels for letter in dim]
 
 
 def _sums(letters: Iterable[str]) -> dict[str, Reduction]:
     return dict.fromkeys(letters, "sum")
-
-
-def _argument(equation: Equation, name: str) -> Any:
-    return name_arguments(equation.op, equation.args, equation.kwargs)[name]
 
 
 def _make(
@@ -152,13 +147,13 @@ def _make(
 
 def _norm(equation: Equation) -> PartitionRule:
     """Of a norm of the last dims: gradients of its scale and bias are sums over all rows."""
-    labels, dims = _label(equation.operands[0].shape), dims_of(equation)
+    labels, dims = label_dims(equation.operands[0].shape), dims_of(equation)
     own, rows = labels[dims[0] :], labels[: dims[0]]
     means = (*rows, *(() for _ in dims))
     layer = equation.name == "native_layer_norm_backward"
     moments = (means, means) if layer else (means,)
     names = ("weight", "bias") if layer else ("weight",)
-    given = [own for name in names if _argument(equation, name) is not None]
+    given = [own for name in names if read_argument(equation, name) is not None]
     run = shards.layer_norm_backward if layer else shards.rms_norm_backward
     return _make(
         equation, (labels, labels, *moments, *given), (labels, own, own)[: 2 + layer],
@@ -169,9 +164,9 @@ def _norm(equation: Equation) -> PartitionRule:
 def _embedding(equation: Equation) -> PartitionRule:
     """The table's gradient: a sum over ids of all ranks; of a part of the table, of its own ids."""
     grad, ids = equation.operands
-    rows = _label(ids.shape, "i")
-    width, table = _label(grad.shape[-1:], "w"), _label(equation.results[0].shape[:1], "v")
-    counted = _argument(equation, "scale_grad_by_freq")  # all ids, each with its row
+    rows = label_dims(ids.shape, "i")
+    width, table = label_dims(grad.shape[-1:], "w"), label_dims(equation.results[0].shape[:1], "v")
+    counted = read_argument(equation, "scale_grad_by_freq")  # all ids, each with its row
     return _make(
         equation, ((*rows, *width), rows), ((*table, *width),), summed=_letters(rows),
         whole=_letters(rows, table) if counted else (), run=shards.embedding_backward,
@@ -179,10 +174,10 @@ def _embedding(equation: Equation) -> PartitionRule:
 
 
 def _nll_loss(equation: Equation) -> PartitionRule:
-    labels = _label(equation.operands[1].shape)
+    labels = label_dims(equation.operands[1].shape)
     rows = labels[:-1]
-    weight = [labels[-1:]] if _argument(equation, "weight") is not None else []
-    each = rows if _argument(equation, "reduction") == 0 else ()
+    weight = [labels[-1:]] if read_argument(equation, "weight") is not None else []
+    each = rows if read_argument(equation, "reduction") == 0 else ()
     return _make(
         equation, (each, labels, rows, *weight, ()), (labels,),
         whole=labels[-1] if weight else (), run=shards.nll_loss_backward,
@@ -192,13 +187,13 @@ def _nll_loss(equation: Equation) -> PartitionRule:
 def _in_shape(equation: Equation) -> PartitionRule:
     """Of a part of a dim, or a diagonal, which are put where they were among zeros."""
     (grad,), (x,) = equation.operands, equation.results
-    labels = _label(x.shape)
+    labels = label_dims(x.shape)
     count = len(labels)
     if equation.name == "diagonal_backward":
-        dims = {_argument(equation, name) % count for name in ("dim1", "dim2")}
+        dims = {read_argument(equation, name) % count for name in ("dim1", "dim2")}
         own: Labels = (*(row for i, row in enumerate(labels) if i not in dims), ("cut",))
     else:
-        dims = {_argument(equation, "dim") % count}
+        dims = {read_argument(equation, "dim") % count}
         (dim,) = dims
         cut = {"select_backward": (), "unfold_backward": (("cut",),)}
         own = (*labels[:dim], *cut.get(equation.name, (("cut",),)), *labels[dim + 1 :])
@@ -213,8 +208,8 @@ def _convolution(equation: Equation) -> PartitionRule:
     space = [(f"s{i}",) for i in range(len(x.shape) - 2)]
     kernel = [(f"k{i}",) for i in range(len(space))]
     places = [(f"z{i}",) for i in range(len(space))]
-    transposed = _argument(equation, "transposed")
-    grouped = transposed or _argument(equation, "groups") != 1
+    transposed = read_argument(equation, "transposed")
+    grouped = transposed or read_argument(equation, "groups") != 1
     filters = (("c",) if transposed else ("o",), ("m",) if grouped else ("c",), *kernel)
     whole = _letters(space, kernel, places) + (["c", "o", "m"] if grouped else [])
     rows = ((("b",), ("o",), *places), (("b",), ("c",), *space), filters)
@@ -222,8 +217,7 @@ def _convolution(equation: Equation) -> PartitionRule:
         equation, rows, (rows[1], filters, (("o",),)), summed=("b", "o"), whole=whole,
         run=shards.convolution_backward,
     )  # fmt: skip
-    units = {letter for letter, size in made.sizes.items() if size == 1}
-    return replace(made, whole=made.whole | units)
+    return without_units(made)
 
 
 _ELEMENTS = (

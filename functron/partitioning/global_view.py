@@ -33,6 +33,7 @@ from functron.core.errors import public
 from functron.core.functions import Function
 from functron.core.scopes import in_phase
 from functron.partitioning.backward import as_pullback
+from functron.partitioning.layers import fuse_even_bags
 from functron.program.equations import Block, Equation, Fresh, Scan, Var, contiguous_strides
 from functron.program.recorder import Recorder, active, aside, keeper, keeping
 from functron.program.trace import Program, trace
@@ -642,8 +643,8 @@ def inline_views(block: Block) -> Block:
     """The block, in which every view is taken once, and ``bias + a @ b`` is a product and a sum.
 
     A value that several products read through equal views is then gathered once for all. A loss of
-    a log-softmax that nothing else reads is one operation, and attention has the boolean mask that
-    it was called with.
+    a log-softmax that nothing else reads is one operation, attention has the boolean mask that it
+    was called with, and bags of embeddings know where they are of one size.
     """
     fresh = Fresh(block)
     return _inline_block(block, fresh)
@@ -651,7 +652,8 @@ def inline_views(block: Block) -> Block:
 
 def _inline_block(block: Block, fresh: Fresh) -> Block:
     equations: list[Equation] = []
-    for equation in _fuse_losses(_use_boolean_masks(_drop_repeated_views(block), block), block):
+    views = fuse_even_bags(_drop_repeated_views(block))
+    for equation in _fuse_losses(_use_boolean_masks(views, block), block):
         op: Any = equation.op
         if hasattr(op, "body"):
             back = getattr(op, "backward", None)

@@ -50,6 +50,7 @@ from functron.partitioning.global_view import (
     refuse_second_derivatives,
     scopes_text,
 )
+from functron.partitioning.labels import MakeRule
 from functron.partitioning.placement import (
     CollectiveCost,
     Sizes,
@@ -73,7 +74,7 @@ from functron.partitioning.propagate import (
     PartitionSettings,
     plan_block,
 )
-from functron.partitioning.rules import ATTENTION, MakeRule, attention_over
+from functron.partitioning.rules import ATTENTION, attention_over
 from functron.partitioning.shards import Travel
 from functron.program.equations import Block, Scan, Var, Where
 from functron.program.recorder import active, from_line, map_only

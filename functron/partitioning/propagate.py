@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from functron.partitioning import shards
 from functron.partitioning.backward import BACKWARD, Pullback, pull_back_rule
 from functron.partitioning.global_view import TransformCall
+from functron.partitioning.labels import Labels, MakeRule, PartitionRule
 from functron.partitioning.placement import (
     SUM,
     CollectiveCost,
@@ -43,7 +43,7 @@ from functron.partitioning.placement import (
     placement_of,
     spec_of,
 )
-from functron.partitioning.rules import Labels, MakeRule, PartitionRule, rule_of, whole
+from functron.partitioning.rules import rule_of, whole
 from functron.partitioning.shards import EquationSite
 from functron.program.equations import Block, Equation, Scan, Var, Where
 from functron.spmd.spec import P
@@ -108,13 +108,10 @@ class PartitionSettings:
         if found is not None:
             return found
         if self.fallback == "replicate":
-            run = shards.embedding_bag if equation.name in _UNDIFFERENTIATED else None
-            return replace(whole(equation), run=run)
+            return whole(equation)
         raise ValueError(_no_rule(equation))
 
 
-# traced without a tape in place of operations that have a derivative
-_UNDIFFERENTIATED = ("_embedding_bag_forward_only",)
 _IN_SHAPE = "torch.where(mask, values, x), with values in the shape of x"
 _INSTEAD: Mapping[str, str] = MappingProxyType(
     {

@@ -17,182 +17,35 @@ import functools
 import itertools
 import math
 import operator
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 
-from functron.partitioning import shards
+from functron.partitioning import layers, shards
+from functron.partitioning.labels import (
+    FIRST_LINEAR,
+    Labels,
+    MakeRule,
+    PartitionRule,
+    align_labels,
+    broadcast_shapes,
+    label_dims,
+    make_rule,
+    pointwise,
+    product,
+    read_argument,
+    sizes_of,
+    without_units,
+)
 from functron.partitioning.placement import Reduction
-from functron.partitioning.shards import EquationSite, RunShard, Travel, dims_of, name_arguments
+from functron.partitioning.shards import RunShard, Travel, dims_of, name_arguments
 from functron.program.callbacks import EFFECTS
 from functron.program.equations import Equation, Var
 
-Labels = tuple[tuple[str, ...], ...]
-"""Of every dim of a value its letters, major to minor; a dim of size 1 may have none."""
-
 _NONE: Mapping[str, Any] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class PartitionRule:
-    """The ways in which a mesh may divide one equation.
-
-    Attributes:
-        operands: the letters of every tensor among the arguments, in order (`Equation.operands`).
-        results: of every tensor that it returns (`Equation.results`).
-        sizes: of the letters.
-        combined: letters that some results lack, with how these of ranks that hold parts combine.
-        inside: letters that results lack, which `run` combines itself.
-        whole: letters that no axis may split.
-        only: letters that no axes but these may split.
-        beside: letters that an axis splits together with another one.
-        linear: sets of operands: results are linear in those of a set together, so that they may
-            all be partial sums where the results may be.
-        run: the computation of a rank, ``(site, *args, **kwargs)`` on its shards; None: the
-            operation.
-        sent: the bytes that a rank sends in `run`, forward, by axis; None: none, or few.
-    """
-
-    operands: tuple[Labels, ...]
-    results: tuple[Labels, ...]
-    sizes: Mapping[str, int]
-    combined: Mapping[str, Reduction] = field(default_factory=dict)
-    inside: frozenset[str] = frozenset()
-    whole: frozenset[str] = frozenset()
-    only: Mapping[str, Collection[str]] = field(default_factory=dict)
-    beside: Mapping[str, str] = field(default_factory=dict)
-    linear: tuple[frozenset[int], ...] = ()
-    run: RunShard | None = None
-    sent: Callable[[EquationSite], Mapping[str, int]] | None = None
-
-    def allows(self, letter: str, axis: str) -> bool:
-        """Whether this axis is one of those that may split it."""
-        return letter not in self.whole and axis in self.only.get(letter, (axis,))
-
-    def may_split(self, letter: str, axis: str) -> bool:
-        """Whether an axis may split it: it is in a result, or combined."""
-        combined = letter in self.combined or letter in self.inside
-        return self.allows(letter, axis) and (combined or self.is_kept(letter))
-
-    def is_kept(self, letter: str) -> bool:
-        """Whether a result has it."""
-        return any(letter in dim for labels in self.results for dim in labels)
-
-
-MakeRule = Callable[[Equation], PartitionRule]
-"""The rule of an equation."""
-
-
-def sizes_of(values: Sequence[Var], labels: Sequence[Labels]) -> dict[str, int]:
-    """The sizes of the letters of dims that have one."""
-    found: dict[str, int] = {}
-    for value, dims in zip(values, labels, strict=True):
-        for size, letters in zip(value.shape, dims, strict=True):
-            if len(letters) == 1:
-                found[letters[0]] = size
-    return found
-
-
-def _rule(
-    equation: Equation,
-    operands: Sequence[Labels],
-    results: Sequence[Labels],
-    *,
-    linear: Iterable[Iterable[int]] = (),
-    whole: Iterable[str] = (),
-    sizes: Mapping[str, int] = _NONE,
-    **fields: Any,
-) -> PartitionRule:
-    """The rule of an equation with these labels.
-
-    Args:
-        linear, whole: as in `PartitionRule`.
-        sizes: of letters that share a dim; those of others follow from the equation.
-        fields: the others of `PartitionRule`.
-    """
-    values = (*equation.results, *equation.operands)
-    known = {**sizes_of(values, (*results, *operands)), **sizes}
-    fields |= {"linear": tuple(map(frozenset, linear)), "whole": frozenset(whole)}
-    return PartitionRule(tuple(operands), tuple(results), known, **fields)
-
-
-_FIRST_LINEAR = ((0,),)  # linear in the first operand
-
-
-def parse_labels(text: str) -> tuple[tuple[Labels, ...], tuple[Labels, ...]]:
-    """The labels of operands and of results of ``"mk,kn->mn"``; ``"(ab)"`` is one dim of two."""
-    sides = []
-    for side in text.replace(" ", "").split("->"):
-        values = []
-        for word in side.split(","):
-            dims = re.findall(r"\([^)]*\)|[^()]", word)
-            values.append(tuple(tuple(dim.strip("()")) for dim in dims))
-        sides.append(tuple(values))
-    return sides[0], sides[1]
-
-
-def product(text: str) -> MakeRule:
-    """A product that sums over letters that its result lacks, linear in each operand."""
-    operands, results = parse_labels(text)
-
-    def rule(equation: Equation) -> PartitionRule:
-        sizes = sizes_of(equation.operands, operands)
-        kept = {letter for labels in results for dim in labels for letter in dim}
-        combined: dict[str, Reduction] = {letter: "sum" for letter in sizes if letter not in kept}
-        linear = tuple(frozenset({i}) for i in range(len(operands)))
-        return PartitionRule(operands, results, sizes, combined, linear=linear)
-
-    return rule
-
-
-def pointwise(*linear: Sequence[int], run: RunShard | None = None) -> MakeRule:
-    """An operation on elements, with broadcasting.
-
-    Args:
-        linear: sets of arguments, by position among all, in which it is linear together.
-        run: as in `PartitionRule`.
-    """
-
-    def rule(equation: Equation) -> PartitionRule:
-        shape = _broadcast([value.shape for value in (*equation.operands, *equation.results)])
-        result = _dims(shape)
-        operands = [_align_labels(value, shape, result) for value in equation.operands]
-        results = [_align_labels(value, shape, result) for value in equation.results]
-        return _rule(equation, operands, results, linear=_sets(equation, linear), run=run)
-
-    return rule
-
-
-def _broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*shapes)) if shapes else ()
-
-
-def _dims(shape: Sequence[int], prefix: str = "d") -> Labels:
-    return tuple((f"{prefix}{i}",) if size != 1 else () for i, size in enumerate(shape))
-
-
-def _align_labels(value: Var, shape: Sequence[int], labels: Labels) -> Labels:
-    offset = len(shape) - len(value.shape)
-    return tuple(
-        labels[offset + i] if size == shape[offset + i] else ()
-        for i, size in enumerate(value.shape)
-    )
-
-
-def _sets(equation: Equation, linear: Sequence[Sequence[int]]) -> tuple[frozenset[int], ...]:
-    """Positions among arguments as positions among operands; none with an argument that is none."""
-    places, count = {}, 0
-    for i, argument in enumerate(equation.args):
-        if isinstance(argument, Var):
-            places[i] = count
-            count += 1
-    return tuple(
-        frozenset(places[i] for i in row) for row in linear if all(i in places for i in row)
-    )
 
 
 def _linear_if(is_linear: Callable[[Equation], bool]) -> MakeRule:
@@ -205,22 +58,17 @@ def _keeps_dtype(equation: Equation) -> bool:
     return len({value.dtype for value in (*equation.operands, *equation.results)}) == 1
 
 
-def _argument(equation: Equation, name: str, default: Any = None) -> Any:
-    """An argument by the name that the operation's schema gives it."""
-    return name_arguments(equation.op, equation.args, equation.kwargs).get(name, default)
-
-
 # --- reductions and what is computed along dims
 
 
 def _histogram(equation: Equation) -> PartitionRule:
     """Counts of a part add up; where the range is that of the values themselves, all are needed."""
     (x,) = equation.operands
-    labels = _dims(x.shape)
-    fixed = _argument(equation, "min", 0) != _argument(equation, "max", 0)
+    labels = label_dims(x.shape)
+    fixed = read_argument(equation, "min", 0) != read_argument(equation, "max", 0)
     letters = [row[0] for row in labels if row]
     combined: dict[str, Reduction] = dict.fromkeys(letters, "sum") if fixed else {}
-    return _rule(equation, (labels,), (((),),), combined=combined)
+    return make_rule(equation, (labels,), (((),),), combined=combined)
 
 
 def reduction(
@@ -239,19 +87,19 @@ def reduction(
 
     def rule(equation: Equation) -> PartitionRule:
         (x,) = equation.operands
-        dims, keep = dims_of(equation), bool(_argument(equation, "keepdim", False))
-        labels = _dims(x.shape)
+        dims, keep = dims_of(equation), bool(read_argument(equation, "keepdim", False))
+        labels = label_dims(x.shape)
         letters = [labels[dim][0] for dim in dims if labels[dim]]
         kept = tuple(
             () if i in dims else row for i, row in enumerate(labels) if keep or i not in dims
         )
-        return _rule(
+        return make_rule(
             equation,
             (labels,),
             (kept,) * len(equation.results),
             combined=dict.fromkeys(letters, kind) if kind is not None else {},
             inside=frozenset(letters) if inside else frozenset(),
-            linear=_FIRST_LINEAR if linear else (),
+            linear=FIRST_LINEAR if linear else (),
             run=run,
         )
 
@@ -270,7 +118,7 @@ def along(
     """
 
     def rule(equation: Equation) -> PartitionRule:
-        x, labels = equation.operands[0], _dims(equation.operands[0].shape)
+        x, labels = equation.operands[0], label_dims(equation.operands[0].shape)
         count = min(first, len(equation.operands))  # a number may stand for an operand
         along = [labels[dim][0] for dim in dims_of(equation, name) if labels[dim]]
         values = (*equation.operands[:count], *equation.results)
@@ -282,9 +130,9 @@ def along(
             for letters, size, old in zip(labels, value.shape, x.shape, strict=True)
             if letters and letters[0] not in along and size != old
         }
-        others = [_dims(value.shape, "o") for value in equation.operands[count:]]
-        operands, sets = (*own[:count], *others), _FIRST_LINEAR if linear else ()
-        made = _rule(equation, operands, own[count:], linear=sets, run=split)
+        others = [label_dims(value.shape, "o") for value in equation.operands[count:]]
+        operands, sets = (*own[:count], *others), FIRST_LINEAR if linear else ()
+        made = make_rule(equation, operands, own[count:], linear=sets, run=split)
         whole |= {letter for row in others for dim in row for letter in dim}
         whole |= {letter for letter in made.sizes if letter.endswith("*")}
         whole |= set(along) if split is None else set()
@@ -305,23 +153,23 @@ def _resize_labels(shape, whole, labels: Labels, along: Collection[str]) -> Labe
 
 
 def _layer_norm(equation: Equation) -> PartitionRule:
-    labels = _dims(equation.operands[0].shape)
-    count = len(_argument(equation, "normalized_shape"))
+    labels = label_dims(equation.operands[0].shape)
+    count = len(read_argument(equation, "normalized_shape"))
     rows = [labels, *(labels[-count:] for _ in equation.operands[1:])]
     means = tuple(() if i >= len(labels) - count else row for i, row in enumerate(labels))
     results = (labels, *(means for _ in equation.results[1:]))
     name = "layer_norm" if equation.name == "native_layer_norm" else "rms_norm"
-    return _rule(equation, rows, results, run=getattr(shards, name))
+    return make_rule(equation, rows, results, run=getattr(shards, name))
 
 
 def _rows_of(equation: Equation) -> PartitionRule:
     """An op of functron on rows, the last dim, with vectors that all rows share."""
-    labels = _dims(equation.operands[0].shape)
+    labels = label_dims(equation.operands[0].shape)
     operands = [
         labels if len(value.shape) == len(labels) else labels[-1:] for value in equation.operands
     ]
     results = [labels[: len(value.shape)] for value in equation.results]
-    return _rule(equation, operands, results, whole=labels[-1], run=shards.run_own_op)
+    return make_rule(equation, operands, results, whole=labels[-1], run=shards.run_own_op)
 
 
 def _glu(equation: Equation) -> PartitionRule:
@@ -348,14 +196,14 @@ def _own_operation(equation: Equation) -> PartitionRule | None:
     whole = set(filter(str.isupper, letters))
     combined: dict[str, Reduction] = dict.fromkeys(letters - kept - whole, "sum")
     run = shards.run_registered
-    return _rule(equation, operands, results, whole=whole, combined=combined, run=run)
+    return make_rule(equation, operands, results, whole=whole, combined=combined, run=run)
 
 
 def _packed_glu_rule(equation: Equation) -> PartitionRule:
-    rows = _dims(equation.results[0].shape)
+    rows = label_dims(equation.results[0].shape)
     packed = (*rows[:-1], ("half", *rows[-1]))
     operands = packed, *[()] * (len(equation.operands) - 1)  # a count is a number
-    return _rule(
+    return make_rule(
         equation, operands, (rows,), sizes={"half": 2}, whole=("half",), run=shards.run_own_op
     )
 
@@ -367,14 +215,14 @@ def _view(equation: Equation) -> PartitionRule:
     (x,), (y,) = equation.operands, equation.results
     if x.dtype == y.dtype:
         before, after, sizes, whole = reshape_labels(x.shape, y.shape)
-        given: dict[str, Any] = {"sizes": sizes, "whole": whole, "linear": _FIRST_LINEAR}
-        return _rule(equation, (before,), (after,), **given, run=shards.reshape)
+        given: dict[str, Any] = {"sizes": sizes, "whole": whole, "linear": FIRST_LINEAR}
+        return make_rule(equation, (before,), (after,), **given, run=shards.reshape)
     # bits as numbers of another dtype, of which there may be more or fewer in the last dim
-    before, after, cut = _dims(x.shape), _dims(y.shape), ()
+    before, after, cut = label_dims(x.shape), label_dims(y.shape), ()
     if x.shape != y.shape:
         after = (*after[:-1], ("cut",) if y.shape[-1] != 1 else ())
         cut = (*before[-1], "cut")
-    return _rule(equation, (before,), (after,), whole=cut, run=shards.reinterpret)
+    return make_rule(equation, (before,), (after,), whole=cut, run=shards.reinterpret)
 
 
 def reshape_labels(
@@ -387,7 +235,7 @@ def reshape_labels(
     4 x 6, the dims are whole.
     """
     if math.prod(before) == 0:
-        sides = _dims(before, "x"), _dims(after, "y")
+        sides = label_dims(before, "x"), label_dims(after, "y")
         sizes = {r[0]: n for row, s in zip(sides, (before, after), strict=True)
                  for r, n in zip(row, s, strict=True) if r}  # fmt: skip
         return *sides, sizes, frozenset(sizes)
@@ -421,23 +269,23 @@ def _reorder_rule(
 
     def rule(equation: Equation) -> PartitionRule:
         (x,) = equation.operands
-        labels = _dims(x.shape)
+        labels = label_dims(x.shape)
         rows = tuple(() if i is None else labels[i] for i in order(equation, len(labels)))
-        return _rule(equation, (labels,), (rows,), linear=_FIRST_LINEAR, run=run)
+        return make_rule(equation, (labels,), (rows,), linear=FIRST_LINEAR, run=run)
 
     return rule
 
 
 def _transpose_order(equation: Equation, num_dims: int) -> list[int]:
     order = list(range(num_dims))
-    a, b = (_argument(equation, name) % num_dims for name in ("dim0", "dim1"))
+    a, b = (read_argument(equation, name) % num_dims for name in ("dim0", "dim1"))
     order[a], order[b] = order[b], order[a]
     return order
 
 
 def _unsqueeze_order(equation: Equation, num_dims: int) -> list:
     order: list = list(range(num_dims))
-    order.insert(_argument(equation, "dim") % (num_dims + 1), None)
+    order.insert(read_argument(equation, "dim") % (num_dims + 1), None)
     return order
 
 
@@ -450,20 +298,20 @@ def _squeeze_order(equation: Equation, num_dims: int) -> list[int]:
 def _repeat_rule(equation: Equation) -> PartitionRule:
     (x,), (y,) = equation.operands, equation.results
     offset = len(y.shape) - len(x.shape)
-    labels, repeats = _dims(x.shape), _argument(equation, "repeats")
+    labels, repeats = label_dims(x.shape), read_argument(equation, "repeats")
     times = {f"t{i}": count for i, count in enumerate(repeats) if count != 1}
     rows = []
     for i in range(len(repeats)):
         inner = labels[i - offset] if i >= offset else ()
         rows.append((f"t{i}", *inner) if f"t{i}" in times else inner)
-    linear = _FIRST_LINEAR
-    return _rule(equation, (labels,), (tuple(rows),), sizes=times, whole=times, linear=linear)
+    linear = FIRST_LINEAR
+    return make_rule(equation, (labels,), (tuple(rows),), sizes=times, whole=times, linear=linear)
 
 
 def _split_rule(equation: Equation) -> PartitionRule:
     """Parts of a dim: where they are equal, each has the same letter of it."""
     (x,), results = equation.operands, equation.results
-    dim, labels = dims_of(equation)[0], _dims(x.shape)
+    dim, labels = dims_of(equation)[0], label_dims(x.shape)
     outer, sizes, own, whole = labels[dim], {}, [labels[dim]], ()
     sum_, parts = x.shape[dim], {value.shape[dim] for value in results}
     even = len(parts) == 1 and len(results) * min(parts) == sum_
@@ -475,8 +323,8 @@ def _split_rule(equation: Equation) -> PartitionRule:
         own = [("cut",) if value.shape[dim] != 1 else () for value in results]
         whole, sizes = (*outer, "cut"), {"cut": 0}
     before, *after = (_replace_dim(labels, dim, row) for row in (outer, *own))
-    return _rule(
-        equation, (before,), after, sizes=sizes, whole=whole, linear=_FIRST_LINEAR,
+    return make_rule(
+        equation, (before,), after, sizes=sizes, whole=whole, linear=FIRST_LINEAR,
         run=shards.cut_parts,
     )  # fmt: skip
 
@@ -488,12 +336,12 @@ def _replace_dim(labels: Labels, dim: int, letters: tuple[str, ...]) -> Labels:
 def _select_rule(equation: Equation) -> PartitionRule:
     """One place, or a range, of a dim, which is whole unless the range is all of it."""
     (x,), (y,) = equation.operands, equation.results
-    dim, labels = dims_of(equation)[0], _dims(x.shape)
+    dim, labels = dims_of(equation)[0], label_dims(x.shape)
     rows, whole, run = _label_part(labels, dim, y), (*labels[dim], "cut"), None
     same = len(y.shape) == len(x.shape) and y.shape[dim] == x.shape[dim]
-    if same and _argument(equation, "step", 1) == 1:
+    if same and read_argument(equation, "step", 1) == 1:
         rows, whole, run = labels, (), shards.same
-    return _rule(equation, (labels,), (rows,), whole=whole, linear=_FIRST_LINEAR, run=run)
+    return make_rule(equation, (labels,), (rows,), whole=whole, linear=FIRST_LINEAR, run=run)
 
 
 def _label_part(labels: Labels, dim: int, part: Var) -> Labels:
@@ -507,7 +355,7 @@ def _concatenate_rule(equation: Equation) -> PartitionRule:
     """Parts one after another along a dim; where they are equal, with one letter for all."""
     operands, (y,) = equation.operands, equation.results
     count, linear = len(operands), (range(len(operands)),)
-    dim, labels = (_argument(equation, "dim") or 0) % len(y.shape), _dims(y.shape)
+    dim, labels = (read_argument(equation, "dim") or 0) % len(y.shape), label_dims(y.shape)
     stacked = equation.name == "stack"
     parts = {1} if stacked else {x.shape[dim] if x.shape != (0,) else 0 for x in operands}
     if stacked or (len(parts) == 1 and count > 1):
@@ -515,27 +363,29 @@ def _concatenate_rule(equation: Equation) -> PartitionRule:
         before = (*labels[:dim], *([] if stacked else [inner]), *labels[dim + 1 :])
         after = _replace_dim(labels, dim, ("parts", *inner))
         sizes, whole = {"parts": count}, ("parts",)
-        return _rule(equation, (before,) * count, (after,), sizes=sizes, whole=whole, linear=linear)
+        return make_rule(
+            equation, (before,) * count, (after,), sizes=sizes, whole=whole, linear=linear
+        )
     # beside nothing but empty parts, one is all of it, such as of a cache that begins
     alone = {value.shape[dim] for value in operands if len(value.shape) == len(y.shape)}
     alone = alone <= {0, y.shape[dim]} and math.prod(y.shape) > 0
     rows, whole = [], set() if alone else set(labels[dim])
     for number, value in enumerate(operands):
         if len(value.shape) != len(y.shape):
-            rows.append(_dims(value.shape, f"e{number}."))
+            rows.append(label_dims(value.shape, f"e{number}."))
             whole |= {letter for row in rows[-1] for letter in row}
             continue
         own = (f"p{number}",) if value.shape[dim] != 1 else ()
         own = labels[dim] if value.shape[dim] == y.shape[dim] else own
         rows.append(_replace_dim(labels, dim, own))
         whole |= set() if alone and own == labels[dim] else set(own)
-    return _rule(equation, rows, (labels,), whole=whole, linear=linear)
+    return make_rule(equation, rows, (labels,), whole=whole, linear=linear)
 
 
 def _pad_rule(equation: Equation) -> PartitionRule:
     (x,), (y,) = equation.operands, equation.results
-    labels = _dims(x.shape)
-    widths = _argument(equation, "pad")  # of the last dim first, before and after
+    labels = label_dims(x.shape)
+    widths = read_argument(equation, "pad")  # of the last dim first, before and after
     count, last = len(widths) // 2, len(labels) - 1
     # also by widths that cancel: then all places move on, from one rank's part to the next
     changed = sorted(last - i for i in range(count) if widths[2 * i] or widths[2 * i + 1])
@@ -543,18 +393,18 @@ def _pad_rule(equation: Equation) -> PartitionRule:
         (f"q{i}",) if i in changed and y.shape[i] != 1 else row for i, row in enumerate(labels)
     )
     whole = [letter for i in changed for letter in (*labels[i], *rows[i])]
-    linear = () if _argument(equation, "value", 0) else _FIRST_LINEAR
-    return _rule(equation, (labels,), (rows,), whole=whole, linear=linear)
+    linear = () if read_argument(equation, "value", 0) else FIRST_LINEAR
+    return make_rule(equation, (labels,), (rows,), whole=whole, linear=linear)
 
 
 def _overwritten(equation: Equation) -> PartitionRule:
     """A value with other numbers at one place, or in a range, of a dim, which is whole."""
     x, source = equation.operands
-    dim, labels = _argument(equation, "dim") % len(x.shape), _dims(x.shape)
+    dim, labels = read_argument(equation, "dim") % len(x.shape), label_dims(x.shape)
     rows = _label_part(labels, dim, source)
     run = shards.select_scatter if equation.name == "select_scatter" else None
     whole = (*labels[dim], "cut")
-    return _rule(equation, (labels, rows), (labels,), whole=whole, linear=((0, 1),), run=run)
+    return make_rule(equation, (labels, rows), (labels,), whole=whole, linear=((0, 1),), run=run)
 
 
 # --- lookups
@@ -562,24 +412,24 @@ def _overwritten(equation: Equation) -> PartitionRule:
 
 def _embedding(equation: Equation) -> PartitionRule:
     weight, ids = equation.operands
-    if _argument(equation, "sparse"):
+    if read_argument(equation, "sparse"):
         raise ValueError(
             f"partition: at {equation.where.line} embedding has sparse=True; wanted gradients that "
             "are dense, as parameters are; fix: sparse=False"
         )
-    rows = _dims(ids.shape, "i")
-    table = _dims(weight.shape, "w")
-    counted = _argument(equation, "scale_grad_by_freq")  # all ids, each with its row
+    rows = label_dims(ids.shape, "i")
+    table = label_dims(weight.shape, "w")
+    counted = read_argument(equation, "scale_grad_by_freq")  # all ids, each with its row
     whole = [letter for dim in (*rows, table[0]) for letter in dim] if counted else ()
-    return _rule(
+    return make_rule(
         equation, (table, rows), ((*rows, table[1]),), combined=dict.fromkeys(table[0], "sum"),
-        whole=whole, linear=_FIRST_LINEAR, run=shards.embedding,
+        whole=whole, linear=FIRST_LINEAR, run=shards.embedding,
     )  # fmt: skip
 
 
 def _gather(equation: Equation) -> PartitionRule:
     x, index = equation.operands
-    dim = _argument(equation, "dim") % max(len(x.shape), 1)
+    dim = read_argument(equation, "dim") % max(len(x.shape), 1)
     table, rows, whole = [], [], set()
     for i, (size, count) in enumerate(zip(x.shape, index.shape, strict=True)):
         if i == dim or size != count:
@@ -590,9 +440,9 @@ def _gather(equation: Equation) -> PartitionRule:
             table.append((f"d{i}",) if size != 1 else ())
             rows.append(table[-1])
     combined = dict.fromkeys(table[dim], "sum") if table else {}
-    return _rule(
+    return make_rule(
         equation, (tuple(table), tuple(rows)), (tuple(rows),), combined=combined, whole=whole,
-        linear=_FIRST_LINEAR, run=shards.gather,
+        linear=FIRST_LINEAR, run=shards.gather,
     )  # fmt: skip
 
 
@@ -600,16 +450,16 @@ def _index(equation: Equation) -> PartitionRule:
     """Advanced indexing with integer tensors; with one of them, along a dim that may be split."""
     x, *found = equation.operands
     if equation.name == "index_select":
-        dims = [_argument(equation, "dim") % max(len(x.shape), 1)]
+        dims = [read_argument(equation, "dim") % max(len(x.shape), 1)]
     else:
         dims = [i for i, index in enumerate(equation.args[1]) if index is not None]
-    shape = _broadcast([index.shape for index in found])
-    rows = _dims(shape, "i")
-    labels = _dims(x.shape, "x")
+    shape = broadcast_shapes([index.shape for index in found])
+    rows = label_dims(shape, "i")
+    labels = label_dims(x.shape, "x")
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
     place = dims[0] if adjacent else 0
     rest = [row for i, row in enumerate(labels) if i not in dims]
-    operands = (labels, *(_align_labels(index, shape, rows) for index in found))
+    operands = (labels, *(align_labels(index, shape, rows) for index in found))
     sizes = sizes_of([x], [labels]) | {
         row[0]: size for row, size in zip(rows, shape, strict=True) if row
     }
@@ -638,10 +488,10 @@ def _index_put(equation: Equation) -> PartitionRule | None:
     (rows,) = read.results
     shape = [read.sizes[row[0]] if row else 1 for row in rows]
     kept = {letter for row in rows for letter in row if letter.startswith("x")}
-    added = bool(_argument(equation, "accumulate"))
+    added = bool(read_argument(equation, "accumulate"))
     places = [letter for letter in read.sizes if letter.startswith("i") and added]
     return PartitionRule(
-        (*read.operands, _align_labels(values, shape, rows)),
+        (*read.operands, align_labels(values, shape, rows)),
         read.operands[:1],
         read.sizes,
         dict.fromkeys(places, "sum"),
@@ -655,7 +505,7 @@ def _mask_put(equation: Equation) -> PartitionRule | None:
     """Writes where a mask is true; None where values depend on how many places that are."""
     x, *found, values = equation.operands
     start = next(i for i, index in enumerate(equation.args[1]) if index is not None)
-    labels, end = _dims(x.shape), start + len(found[0].shape)
+    labels, end = label_dims(x.shape), start + len(found[0].shape)
     if found[0].shape != x.shape[start:end]:  # of which fake tensors know nothing
         raise ValueError(
             f"partition: at {equation.where.line} a mask of shape {list(found[0].shape)} is the "
@@ -667,36 +517,36 @@ def _mask_put(equation: Equation) -> PartitionRule | None:
         return None
     # of what a read gives, whose dim of the places that are true stands for all of the mask's
     rows, shape = (*labels[:start], (), *labels[end:]), (*x.shape[:start], 1, *x.shape[end:])
-    operands = labels, labels[start:end], _align_labels(values, shape, rows)
-    return _rule(equation, operands, (labels,), linear=((0, 2),), run=shards.mask_put)
+    operands = labels, labels[start:end], align_labels(values, shape, rows)
+    return make_rule(equation, operands, (labels,), linear=((0, 2),), run=shards.mask_put)
 
 
 def _index_write(equation: Equation) -> PartitionRule:
     """Slices along a dim, which is whole, that are written or added at an index."""
     x, index, *source = equation.operands
-    dim, labels = _argument(equation, "dim") % max(len(x.shape), 1), _dims(x.shape)
-    rows = [labels, _dims(index.shape, "i")]
+    dim, labels = read_argument(equation, "dim") % max(len(x.shape), 1), label_dims(x.shape)
+    rows = [labels, label_dims(index.shape, "i")]
     for value in source:
-        own = _dims(value.shape, "o")
+        own = label_dims(value.shape, "o")
         same = len(value.shape) == len(labels)
         rows.append((*labels[:dim], *own[dim : dim + 1], *labels[dim + 1 :]) if same else own)
     kept = {letter for i, row in enumerate(labels) if i != dim for letter in row}
     linear = ((0, 2),) if source and equation.name != "index_reduce" else ()
     run = shards.index_fill if equation.name == "index_fill" else None
-    made = _rule(equation, rows, (labels,), linear=linear, run=run)
+    made = make_rule(equation, rows, (labels,), linear=linear, run=run)
     return replace(made, whole=frozenset(made.sizes) - kept)
 
 
 def _nll_loss(equation: Equation) -> PartitionRule:
     x, target, *weight = equation.operands
-    labels = _dims(x.shape)
+    labels = label_dims(x.shape)
     rows = labels[:-1]
-    results = (rows if _argument(equation, "reduction") == 0 else (), ())
+    results = (rows if read_argument(equation, "reduction") == 0 else (), ())
     operands = (labels, rows[: len(target.shape)], *((labels[-1],) for _ in weight))
     whole = frozenset(labels[-1]) if weight else frozenset()
     run = getattr(shards, equation.name.removesuffix("_forward"))
     inside = frozenset(letter for row in labels for letter in row) - whole
-    return _rule(equation, operands, results, inside=inside, whole=whole, run=run)
+    return make_rule(equation, operands, results, inside=inside, whole=whole, run=run)
 
 
 def _attention(equation: Equation) -> PartitionRule:
@@ -721,7 +571,7 @@ def _attention(equation: Equation) -> PartitionRule:
     ]
     whole = {"d", "t", "e", *(["s"] if given.get("is_causal") else [])}
     sizes, run = {"h": k.shape[1], "g": groups}, shards.attention
-    return _without_units(_rule(equation, rows, results, whole=whole, sizes=sizes, run=run))
+    return without_units(make_rule(equation, rows, results, whole=whole, sizes=sizes, run=run))
 
 
 def attention_over(travel: Mapping[str, Travel]) -> MakeRule:
@@ -766,31 +616,11 @@ def _dispatch_rule(equation: Equation) -> PartitionRule:
         rows.append(tuple(dims))
     tokens = (("n",), ("d",))
     operands = (*rows, tokens, *((("n",), ("choice",)) for _ in (experts, weights, kept)))
-    made = _rule(
+    made = make_rule(
         equation, operands, (tokens,), combined={"f": "sum"}, inside=frozenset({"e"}),
         beside={"e": "n"}, run=shards.dispatch_tokens,
     )  # fmt: skip
     return replace(made, whole=frozenset(made.sizes) - {"e", "f", "n"})
-
-
-def _without_units(rule: PartitionRule) -> PartitionRule:
-    """`rule` whose letters of size 1 no axis may split."""
-    units = {letter for letter, size in rule.sizes.items() if size == 1}
-    return replace(rule, whole=rule.whole | units)
-
-
-def _convolution(equation: Equation) -> PartitionRule:
-    x, _, *bias = equation.operands
-    space, places, outs = ([(f"{kind}{i}",) for i in range(len(x.shape) - 2)] for kind in "ksz")
-    transposed = _argument(equation, "transposed")
-    grouped = transposed or _argument(equation, "groups") != 1
-    kernel = (("c",) if transposed else ("o",), ("m",) if grouped else ("c",), *space)
-    rows = [(("b",), ("c",), *places), kernel, *((("o",),) for _ in bias)]
-    whole = {row[0] for row in (*space, *places, *outs)}
-    whole |= {"c", "o", "m"} if grouped else ({"c"} if bias else set())
-    combined = {} if "c" in whole else {"c": "sum"}
-    result = (("b",), ("o",), *outs)
-    return _without_units(_rule(equation, rows, (result,), combined=combined, whole=whole))
 
 
 def whole(equation: Equation) -> PartitionRule:
@@ -798,9 +628,9 @@ def whole(equation: Equation) -> PartitionRule:
 
     Of new tensors of known numbers each rank makes all, and takes its part where it is used.
     """
-    results = [_dims(value.shape, f"n{i}.") for i, value in enumerate(equation.results)]
-    operands = [_dims(value.shape, f"o{i}.") for i, value in enumerate(equation.operands)]
-    made = _rule(equation, operands, results)
+    results = [label_dims(value.shape, f"n{i}.") for i, value in enumerate(equation.results)]
+    operands = [label_dims(value.shape, f"o{i}.") for i, value in enumerate(equation.operands)]
+    made = make_rule(equation, operands, results)
     return replace(made, whole=frozenset(made.sizes))
 
 
@@ -838,7 +668,6 @@ TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyTy
         "bmm": product("bmk,bkn->bmn"),
         "mv": product("mk,k->m"),
         "dot": product("k,k->"),
-        "convolution": _convolution,
         "dispatched": _dispatch_rule,
         **_rows("add sub rsub", _BOTH),
         "overwritten": pointwise(run=shards.overwritten),
@@ -881,7 +710,7 @@ TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyTy
         **_rows("view _unsafe_view reshape _reshape_alias", _view),
         "t": _reorder_rule(lambda e, n: list(range(n))[::-1]),
         "transpose": _reorder_rule(_transpose_order),
-        "permute": _reorder_rule(lambda e, n: [dim % n for dim in _argument(e, "dims")]),
+        "permute": _reorder_rule(lambda e, n: [dim % n for dim in read_argument(e, "dims")]),
         "unsqueeze": _reorder_rule(_unsqueeze_order),
         "squeeze": _reorder_rule(
             _squeeze_order, run=shards.reshape
@@ -904,6 +733,7 @@ TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyTy
         **_rows("index_add index_copy index_fill index_reduce", _index_write),
         **_rows("scatter scatter_add scatter_reduce", along(first=3)),
         **_rows("nll_loss_forward cross_entropy_loss", _nll_loss),
+        **layers.TABLE,
         **dict.fromkeys(ATTENTION, _attention),
     }
 )

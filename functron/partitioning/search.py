@@ -32,6 +32,7 @@ from functron.partitioning.global_view import (
     global_program,
     inline_views,
 )
+from functron.partitioning.labels import MakeRule, PartitionRule
 from functron.partitioning.placement import CollectiveCost, local_shape, placement_of
 from functron.partitioning.propagate import (
     DimBlocks,
@@ -40,7 +41,6 @@ from functron.partitioning.propagate import (
     plan_block,
     slot_of,
 )
-from functron.partitioning.rules import MakeRule, PartitionRule
 from functron.program.cost import equation_flops
 from functron.program.equations import Block, Equation, Scan, Var
 from functron.spmd.mesh import Mesh

@@ -478,11 +478,6 @@ def embedding_backward(site: EquationSite, grad, ids, num_weights, padding_idx, 
     return table.index_add(0, torch.where(here, local, 0).flatten(), rows)
 
 
-def embedding_bag(site: EquationSite, *args, **kwargs):
-    """The operation that has a derivative; a trace has the one that has none."""
-    return _aten._embedding_bag(*args, **kwargs)
-
-
 def gather(site: EquationSite, x, dim, index, **kwargs):
     """Elements along a dim; zeros for those that are in another rank's part of it."""
     labels: Any = site.operands[0]

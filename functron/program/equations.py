@@ -380,6 +380,31 @@ def rename_values(equation: Equation, names: Mapping[Var, Var]) -> Equation:
     return Equation(equation.op, args, kwargs, outputs, equation.where)
 
 
+def _find_overload(packet: Any, func: torch._ops.OpOverload) -> Any:
+    """The overload that takes what `func` takes, by its name or another; None where none does."""
+    wanted = [(x.name, str(x.type)) for x in func._schema.arguments]
+    for name in sorted(packet.overloads(), key=func._overloadname.__ne__):
+        found = getattr(packet, name)  # pow.Scalar, for one, is of a number to a tensor
+        if [(x.name, str(x.type)) for x in found._schema.arguments] == wanted:
+            return found
+    return None
+
+
+def functional_form(func) -> Any:
+    """``aten.add.Tensor`` for ``aten.add_.Tensor``; None where none gives the same shape."""
+    namespace, name = func._schema.name.split("::")
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    if packet is None or (found := _find_overload(packet, func)) is None:
+        return None
+    changed = [
+        each for each in func._schema.arguments if each.alias_info and each.alias_info.is_write
+    ]
+    same = changed == list(func._schema.arguments[:1])
+    return found if same and len(found._schema.returns) == 1 else None
+
+
 class Fresh:
     """Makes variables with names and memory that a block, with those inside, does not use yet."""
 

@@ -46,6 +46,7 @@ from functron.program.equations import (
     as_value,
     canonical_strides,
     copy_contiguous,
+    functional_form,
     memory_order,
     overlaps,
     reaches_outside,
@@ -56,31 +57,6 @@ from functron.program.equations import (
 )
 from functron.spmd.axes import user_line
 from functron.spmd.simulate import BRANCHES, DRAWS, READS, explain
-
-
-def _find_overload(packet: Any, func: torch._ops.OpOverload) -> Any:
-    """The overload that takes what `func` takes, by its name or another; None where none does."""
-    wanted = [(x.name, str(x.type)) for x in func._schema.arguments]
-    for name in sorted(packet.overloads(), key=func._overloadname.__ne__):
-        found = getattr(packet, name)  # pow.Scalar, for one, is of a number to a tensor
-        if [(x.name, str(x.type)) for x in found._schema.arguments] == wanted:
-            return found
-    return None
-
-
-def functional_form(func) -> Any:
-    """``aten.add.Tensor`` for ``aten.add_.Tensor``; None where none gives the same shape."""
-    namespace, name = func._schema.name.split("::")
-    if not name.endswith("_") or name.endswith("__"):
-        return None
-    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    if packet is None or (found := _find_overload(packet, func)) is None:
-        return None
-    changed = [
-        each for each in func._schema.arguments if each.alias_info and each.alias_info.is_write
-    ]
-    same = changed == list(func._schema.arguments[:1])
-    return found if same and len(found._schema.returns) == 1 else None
 
 
 def draws(func: torch._ops.OpOverload, args: Sequence, kwargs: Mapping[str, Any]) -> bool:
@@ -457,7 +433,10 @@ class Recorder(TorchDispatchMode):
             return self._mutate(func, args, kwargs)
         if func in _STRIDED:
             return _STRIDED[func](self, func, args, kwargs)
-        out = self._record_call(func, args, kwargs)
+        if func in _BATCH_NORMS and args[3] is not None and args[5]:
+            out = self._normalize_batch(func, args)
+        else:
+            out = self._record_call(func, args, kwargs)
         # a program that is differentiated once it is recorded needs to know where gradients stop
         return map_only(torch.Tensor, self._stop_gradient, out) if self._stops_gradients() else out
 
@@ -608,6 +587,25 @@ class Recorder(TorchDispatchMode):
         kind: dict[str, Any] = {"dtype": like.dtype, "device": like.fake_device}
         same = (x.dtype, x.fake_device) == (like.dtype, like.fake_device)
         return x if same else _aten._to_copy.default(x, **kind)
+
+    def _normalize_batch(self, func, args) -> tuple[torch.Tensor, ...]:
+        """A batch norm in training, which writes to its running statistics, as results and writes.
+
+        That schema does not say so; what it does to its operands a program must not.
+        """
+        if func is not _aten.native_batch_norm.default and keeper() is None:
+            raise ValueError(
+                f"trace: at {_line()} {func} modifies running statistics, and keeps for backward "
+                "what no other operation has; wanted one that returns them; fix: "
+                "torch.backends.cudnn.flags(enabled=False) around it"
+            )
+        for target in args[3:5]:
+            self._check_mutable(target, func)
+        out = self._record_call(_aten._native_batch_norm_legit_functional.default, args, {})
+        for target, result in zip(args[3:5], out[3:], strict=True):
+            self._write(target, result, func)
+        rest = len(func._schema.returns) - 3
+        return (*out[:3], *(args[0].new_empty(0, dtype=torch.uint8) for _ in range(rest)))
 
     def _reshape(self, target: torch.Tensor, func, functional, args, kwargs) -> torch.Tensor:
         """`target` shows its memory in another shape from here on, as after ``squeeze_``."""
@@ -836,6 +834,9 @@ class Recorder(TorchDispatchMode):
         return Block(tuple(inputs), tuple(equations), tuple(outputs))
 
 
+_BATCH_NORMS = {
+    getattr(_aten, f"{name}_batch_norm").default for name in ("native", "cudnn", "miopen")
+}
 _STRIDED = {
     _aten.as_strided.default: Recorder._as_strided,
     _aten.as_strided_copy.default: Recorder._as_strided_copy,

@@ -202,6 +202,35 @@ CALLS: Mapping[str, list[Call]] = {
             x, y.flatten(0, 1)[:6, :6].reshape(6, 3, 2), stride=2, output_padding=1
         ),
     ],
+    "max_pool2d_with_indices": [
+        lambda x, y: F.max_pool2d(x[:, None], (3, 2), (2, 1), (1, 0), (1, 2), True),
+    ],
+    "avg_pool1d": [lambda x, y: F.avg_pool1d(x, 3, 2, 1, True, False)],
+    "avg_pool2d": [
+        lambda x, y: F.avg_pool2d(x, (2, 3), 2, 1, True, False),
+        lambda x, y: F.avg_pool2d(x[None], 2, divisor_override=3),
+    ],
+    "upsample_nearest2d": [lambda x, y: F.interpolate(x[:, None], scale_factor=(1.5, 2.0))],
+    "upsample_bilinear2d": [
+        lambda x, y: F.interpolate(x[:, None], (9, 4), mode="bilinear", align_corners=True),
+        lambda x, y: F.interpolate(x[:, None], scale_factor=1.3, mode="bilinear"),
+    ],
+    "_embedding_bag_forward_only": [
+        lambda x, y: F.embedding_bag(
+            IDS, _table(x), mode="sum", padding_idx=2, per_sample_weights=y[:, :, 0]
+        ),
+    ],
+    "mse_loss": [lambda x, y: F.mse_loss(x, y, reduction="none")],
+    "smooth_l1_loss": [lambda x, y: F.smooth_l1_loss(x, y, reduction="sum", beta=0.3)],
+    "huber_loss": [lambda x, y: F.huber_loss(x, y, reduction="mean", delta=0.3)],
+    "binary_cross_entropy": [
+        lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), CLASS, reduction="sum"),
+    ],
+    "binary_cross_entropy_with_logits": [
+        lambda x, y: F.binary_cross_entropy_with_logits(
+            x, y.sigmoid(), CLASS, reduction="mean", pos_weight=CLASS + 1
+        ),
+    ],
     "pointwise": [
         lambda x, y: F.gelu(x, approximate="tanh"),
         lambda x, y: F.leaky_relu(x, 0.3) + F.elu(y, 0.5) + F.softplus(x, 2.0, 1.0),
@@ -218,6 +247,7 @@ CALLS: Mapping[str, list[Call]] = {
 
 NONE = {
     "empty_like", "zeros", "ones", "empty", "new_empty", "scalar_tensor", "eye", "triu_indices",
+    "_embedding_bag",  # which is called only where a tape records it
     # by an operation of functron of that name, which takes none that a rule could drop
     "rms_norm", "layer_norm", "glu_packed",
     # on a GPU, by the rule of the one for CPUs

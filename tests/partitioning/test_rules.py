@@ -21,6 +21,7 @@ from functron.ops.norms import ADD_LAYER_NORM, RMS_NORM
 
 MESHES = ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 4})
 IDS = torch.arange(32).reshape(4, 8) * 7 % 16
+STARTS = torch.tensor([0, 5, 5, 20])
 MASK = torch.ones(8, 8, dtype=torch.bool).tril()
 
 
@@ -41,6 +42,46 @@ CASES = {
     "mv": (lambda a, b: a @ b, (8, 16), (16,)),
     "dot": (lambda a, b: a @ b, (16,), (16,)),
     "conv": (lambda x, w, b: F.conv2d(x, w, b, 2), (4, 4, 8, 8), (8, 4, 2, 2), (8,)),
+    "conv of groups": (
+        lambda x, w, b: F.conv2d(x, w, b, padding=1, groups=4), (4, 8, 8, 8), (16, 2, 3, 3), (16,),
+    ),
+    "conv of each channel": (
+        lambda x, w, b: F.conv1d(x, w, b, padding=2, groups=8), (4, 8, 8), (8, 1, 3), (8,),
+    ),
+    "conv back": (
+        lambda x, w, b: F.conv_transpose2d(x, w, b, 2, groups=2), (4, 8, 4, 4), (8, 4, 2, 2), (8,),
+    ),
+    "conv of neighbours": (
+        lambda x, w: F.conv2d(x, w, None, 2, 1), (2, 4, 16, 16), (4, 4, 4, 3),
+    ),
+    "conv of far neighbours": (
+        lambda x, w, b: F.conv1d(x, w, b, padding="same", dilation=2), (2, 4, 16), (8, 4, 2), (8,),
+    ),
+    "conv that skips": (lambda x, w: F.conv1d(x, w, stride=2), (2, 4, 16), (4, 4, 1)),
+    "conv without padding": (lambda x, w: F.conv1d(x, w), (2, 4, 16), (4, 4, 3)),
+    "pools": (
+        lambda x: F.max_pool2d(x, 2) + F.avg_pool2d(x, 2) + F.interpolate(x[..., :4], size=(4, 2)),
+        (4, 8, 8, 4),
+    ),
+    "adaptive pool": (lambda x: F.adaptive_avg_pool2d(x, 2) * x.mean((2, 3), True), (4, 8, 8, 8)),
+    # as transformers stores several matrices in one
+    "fused qkv": (
+        lambda x, w: weighted(torch.cat([*map(weighted, (x @ w.T).split((16, 8, 8), -1))][::-1], -1)),
+        (4, 8, 16), (32, 16),
+    ),
+    "fused qkv alike": (
+        lambda x, w: weighted(torch.stack([*map(weighted, (x @ w.T).chunk(3, -1))], 1)),
+        (4, 8, 16), (24, 16),
+    ),
+    "fused qkv of heads": (
+        lambda x, w: weighted((x @ w.T).view(4, 8, 4, 3, 4)[..., 1, :]), (4, 8, 16), (48, 16),
+    ),
+    "packed experts": (
+        lambda x, w: weighted(F.silu((y := torch.bmm(x, w).chunk(2, -1))[0]) * y[1]),
+        (4, 8, 16), (4, 16, 32),
+    ),
+    "gru": (lambda *a: _recur(torch.gru, *a), (4, 3, 8), (24, 8), (24, 8), (24,), (24,)),
+    "lstm": (lambda *a: _recur(torch.lstm, *a), (4, 3, 8), (32, 8), (32, 8), (32,), (32,)),
     # elements
     "add": (lambda a, b: a + 2 * b, (8, 16), (16,)),
     "mul": (lambda a, b: a * b, (8, 16), (8, 1)),
@@ -48,6 +89,19 @@ CASES = {
     "where": (lambda a, b: torch.where(a > 0, a, b), (8, 16), (8, 16)),
     "gelu": (lambda a: F.gelu(a), (8, 16)),
     "masked_fill": (lambda a: a.masked_fill(MASK, 0.0), (4, 8, 8)),
+    "floor_divide": (lambda a, b: (a * 9).detach() // (b.detach().abs() + 1) * a * b, (8, 16), (16,)),
+    "log_sigmoid": (lambda a: F.logsigmoid(a), (8, 16)),
+    "prelu": (lambda a, b: F.prelu(a, b), (8, 16, 4), (16,)),
+    "rotation": (
+        lambda a, b: torch.view_as_real(
+            torch.view_as_complex(a.view(4, 8, 4, 4, 2)) * torch.polar(b.exp(), b)[:, None]
+        ).flatten(3),
+        (4, 8, 4, 8), (8, 4),
+    ),
+    "absolute": (
+        lambda a, b: torch.complex(a, b).abs() + torch.polar(a, b).real - torch.polar(a, b).imag,
+        (8, 16), (8, 16),
+    ),
     "cast": (lambda a: a.to(torch.float32).double().clone(), (8, 16)),
     # partial sums on their way
     "partial": (lambda a, b, c: (2 * (a @ b) - c * 0 + a @ b).view(4, 2, 8), (8, 16), (16, 8), (8,)),
@@ -73,9 +127,31 @@ CASES = {
     "max": (lambda a: a.max(1).values, (8, 16)),
     # along dims
     "softmax": (lambda a: a.softmax(1), (8, 16)),
+    "safe_softmax": (
+        lambda a: torch._safe_softmax(a.masked_fill((a > 1) | (a[:, :1] > 0), -torch.inf), 1),
+        (8, 16),
+    ),
     "log_softmax": (lambda a: a.log_softmax(-1), (4, 8, 16)),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (16,), w, b), (8, 16), (16,), (16,)),
     "rms_norm": (lambda x, w: F.rms_norm(x, (16,), w, 1e-5), (8, 16), (16,)),
+    "batch_norm": (
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (8, 4, 16), (4,), (4,),
+    ),
+    "batch_norm of rows": (lambda x: F.batch_norm(x, None, None, training=True), (8, 16)),
+    "batch_norm with statistics": (
+        lambda x, m, v, w: _normalized(x, m.detach(), v.detach().exp(), w), (8, 4, 4, 2),
+        (4,), (4,), (4,),
+    ),
+    "batch_norm of statistics": (
+        lambda x, m, v, w, b: F.batch_norm(x, m.detach(), v.detach().exp(), w, b), (8, 4, 16),
+        (4,), (4,), (4,), (4,),
+    ),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 4, w, b), (8, 8, 4), (8,), (8,)),
+    "group_norm of one": (lambda x, w: F.group_norm(x, 1, w), (4, 8, 4, 4), (8,)),
+    "group_norm of each": (lambda x, w: F.group_norm(x, 8, w), (4, 8, 4), (8,)),
+    "instance_norm": (
+        lambda x, w, b: F.instance_norm(x, weight=w, bias=b), (8, 8, 4), (8,), (8,),
+    ),
     "scatter": (lambda a: a.scatter(1, IDS[:, :4], 2.0) * a, (4, 16)),
     "cumsum": (lambda a: a.cumsum(1), (8, 16)),
     "sort": (lambda a: a.sort(1).values, (8, 16)),
@@ -128,6 +204,35 @@ CASES = {
     "index_add": (lambda a, b: a.index_add(1, IDS[0], b, alpha=2), (4, 16), (4, 8)),
     "index_copy": (lambda a, b: a.index_copy(-1, IDS[0, :4], b), (4, 8, 16), (4, 8, 4)),
     "index_fill": (lambda a, b: a.index_fill(1, IDS[0], b) * a, (4, 16), ()),
+    "scatter numbers": (lambda a, b: a.scatter(1, IDS[:, :4], b), (4, 16), (4, 4)),
+    "scatter_add": (lambda a, b: a.scatter_add(0, IDS % 4, b), (4, 8), (4, 8)),
+    "scatter_reduce sum": (
+        lambda a, b: a.scatter_reduce(1, IDS, b, "sum", include_self=True), (4, 16), (4, 8),
+    ),
+    "scatter_reduce prod": (
+        lambda a, b: a.scatter_reduce(1, IDS, b, "prod", include_self=True), (4, 16), (4, 8),
+    ),
+    "scatter_reduce mean": (
+        lambda a, b: a.scatter_reduce(1, IDS, b, "mean", include_self=False), (4, 16), (4, 8),
+    ),
+    "scatter_reduce amax": (
+        lambda a, b: a.scatter_reduce(1, IDS, b, "amax", include_self=False), (4, 16), (4, 8),
+    ),
+    "scatter_reduce amin": (
+        lambda a, b: a.scatter_reduce(1, IDS, b, "amin", include_self=True), (4, 16), (4, 8),
+    ),
+    # results that are written to in place
+    "batch_norm in place": (
+        lambda x, w: _written(F.batch_norm(x, None, None, w, None, True)), (8, 4, 16), (4,),
+    ),
+    "group_norm in place": (lambda x: _written(F.group_norm(x, 2)), (8, 4, 16)),
+    "conv in place": (
+        lambda x, w: _written(F.conv1d(x, w, padding=1)), (2, 4, 16), (8, 4, 3),
+    ),
+    "bags in place": (lambda w: _written(F.embedding_bag(IDS, w, mode="sum")), (16, 8)),
+    "losses in place": (
+        lambda a, b: _written(F.huber_loss(a, b, "none", 0.5)), (8, 16), (8, 16),
+    ),
     # lookups
     "embedding": (lambda w: F.embedding(IDS, w), (16, 8)),
     "gather": (lambda a: a.gather(1, IDS[:, :4]), (4, 16)),
@@ -137,6 +242,45 @@ CASES = {
     "index_select": (lambda a: a.index_select(1, IDS[0]), (8, 16)),
     "cross_entropy": (lambda a: F.cross_entropy(a, IDS[0]), (8, 16)),
     "ignored targets": (lambda a: F.cross_entropy(a, IDS[0], ignore_index=7, reduction="none"), (8, 16)),
+    # bags, of a table and of weights of ids
+    "bags": (lambda w: F.embedding_bag(IDS, w, mode="mean"), (16, 8)),
+    "bags that are weighted": (
+        lambda w, s: F.embedding_bag(IDS, w, per_sample_weights=s, mode="sum"), (16, 8), (4, 8),
+    ),
+    "bags of largest": (lambda w: F.embedding_bag(IDS, w, mode="max", padding_idx=7), (16, 8)),
+    "bags with padding": (lambda w: F.embedding_bag(IDS, w, mode="mean", padding_idx=7), (16, 8)),
+    "bags of several sizes": (
+        lambda w: F.embedding_bag(IDS.flatten(), w, STARTS, mode="mean", padding_idx=7), (16, 8),
+    ),
+    "bags that end": (
+        lambda w, s: F.embedding_bag(
+            IDS.flatten()[:20], w, STARTS, mode="sum", per_sample_weights=s,
+            include_last_offset=True,
+        ),
+        (16, 8), (20,),
+    ),
+    "largest of several sizes": (
+        lambda w: F.embedding_bag(IDS.flatten(), w, STARTS, mode="max"), (16, 8),
+    ),
+    # losses
+    "mse_loss": (lambda a, b: F.mse_loss(a, b), (8, 16), (8, 16)),
+    "smooth_l1_loss": (lambda a, b: F.smooth_l1_loss(a, b, beta=0.5), (8, 16), (8, 16)),
+    "huber_loss": (lambda a, b: F.huber_loss(a, b, "sum", 0.5), (8, 16), (8, 16)),
+    "huber losses": (lambda a, b: F.huber_loss(a, b, "none", 0.5), (8, 16), (8, 16)),
+    "bce": (
+        lambda a, b, w: F.binary_cross_entropy(a.sigmoid(), b.sigmoid(), w.detach()),
+        (8, 16), (8, 16), (8, 16),
+    ),
+    "bce of logits": (
+        lambda a, b, w, p: F.binary_cross_entropy_with_logits(
+            a, b.sigmoid(), w.detach(), pos_weight=p.detach().exp()
+        ),
+        (8, 16), (8, 16), (16,), (16,),
+    ),
+    "bces of logits": (
+        lambda a, b: F.binary_cross_entropy_with_logits(a, b.sigmoid(), reduction="none"),
+        (8, 16), (8, 16),
+    ),
     # attention
     "attention": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
@@ -170,6 +314,27 @@ def _put(a, index, values):
     out = a * 2
     out[index] = values
     return out
+
+
+def _recur(layer, x, *weights):
+    """One recurrent layer, over dim 1."""
+    start = x.new_zeros(1, x.shape[0], weights[1].shape[1])
+    begin = (start, start) if layer is torch.lstm else start
+    return layer(x, begin, weights, True, 1, 0.0, False, False, True)[0]
+
+
+def _normalized(x, mean, variance, weight):
+    """A batch norm in training, and the running statistics that it leaves."""
+    mean, variance = mean.clone(), variance.clone()
+    out = F.batch_norm(x, mean, variance, weight, None, True, 0.3)
+    return torch.cat([out.flatten(1), mean.repeat(8, 1), variance.repeat(8, 1)], 1)
+
+
+def _written(out):
+    """A result with other numbers in places of its last dim, through views and by products."""
+    out[..., 1:].mul_(2)
+    out[..., 0] += 3 * out[..., 1]
+    return out.add_(1)
 
 
 def _shifted(a):
@@ -261,18 +426,98 @@ def test_writes_that_have_no_rule(name):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_replicated_bags_of_embeddings_are_differentiated(mode):
+def test_gradients_of_bags_that_are_scaled_by_counts():
+    """By torch's own operation, where every rank has all ids and rows."""
     w = torch.randn(16, 8, dtype=torch.float64)
 
     def bags(w):
-        return (F.embedding_bag(IDS, w, mode=mode) * torch.arange(8.0)).sum()
+        found = F.embedding_bag(IDS, w, mode="mean", scale_grad_by_freq=True)
+        return (found * torch.arange(8.0)).sum()
 
     mesh, wanted = ft.Mesh(tp=2), torch.func.grad(bags)(w)
-    outside = ft.partition(bags, mesh, P("tp"), P(), fallback="replicate")
-    inside = ft.partition(ft.grad(bags), mesh, P("tp"), P("tp"), fallback="replicate")
+    outside = ft.partition(bags, mesh, P("tp"), P())
+    inside = ft.partition(ft.grad(bags), mesh, P(None, "tp"), P("tp"))
     for got in (torch.func.grad(outside)(w), inside(w)):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_bags_of_samples_stay_split():
+    """Ids of a matrix are bags of one size: split as samples are, and rows are not gathered."""
+    w = torch.randn(16, 8, dtype=torch.float64)
+    mapped = ft.partition(
+        lambda w, ids: F.embedding_bag(ids, w, mode="sum"), ft.Mesh(dp=2), (P(), P("dp"))
+    )
+    torch.testing.assert_close(mapped(w, IDS), F.embedding_bag(IDS, w, mode="sum"))
+    assert mapped.out_specs == P("dp")
+    assert ft.trace(mapped)(w, IDS).cost().collectives == ()
+
+
+IMAGES = torch.randn(2, 4, 16, 16, dtype=torch.float64)
+KERNELS = torch.randn(4, 4, 5, 3, dtype=torch.float64)
+
+
+def test_images_that_stay_split_send_halos():
+    """Of a convolution over both dims, each rank sends neighbours two places before and one after.
+
+    The second reads what the first has sent, as corners are of a neighbour's neighbour.
+    """
+
+    def convolve(x, w):
+        return F.conv2d(x, w, stride=(2, 1), padding=(2, 1))
+
+    spec = P(None, None, "cp", "tp")
+    mapped = ft.partition(convolve, ft.Mesh(cp=2, tp=4), (spec, P()))
+    torch.testing.assert_close(mapped(IMAGES, KERNELS), convolve(IMAGES, KERNELS))
+    assert mapped.out_specs == spec
+    rows = ft.trace(mapped)(IMAGES, KERNELS).cost().collectives
+    assert {(row.axis, row.op) for row in rows} == {("cp", "ppermute"), ("tp", "ppermute")}
+    sent = {row.axis: row.payload_bytes for row in rows}
+    held = 2 * 4 * 8  # bytes of a place of one dim, of both samples and of all channels
+    assert sent == {"cp": held * (2 + 1) * 4, "tp": held * 2 * (8 + 2 + 1)}
+
+
+def test_halos_are_of_neighbours():
+    mapped = ft.partition(
+        lambda x, w: F.conv2d(x, w, padding="same", dilation=3), ft.Mesh(tp=4),
+        (P(None, None, "tp"), P()),
+    )  # fmt: skip
+    told = r"dim 2 in parts of 4 on the 4 ranks of tp, and reads 6 places beside each.*constrain"
+    with pytest.raises(ValueError, match=told):
+        mapped(IMAGES, KERNELS)
+
+
+def test_statistics_of_a_batch_are_those_of_all_ranks():
+    """A module in training: what it returns, its gradients, and buffers, as on one device."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(
+        torch.nn.Conv2d(4, 8, 3, padding=1, bias=False), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
+        torch.nn.GroupNorm(2, 8), torch.nn.BatchNorm2d(8, track_running_stats=False),
+        torch.nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+    ).double()  # fmt: skip
+    fn, params = ft.from_module(module, train=True, buffers=True)
+    buffers = dict(module.named_buffers())
+
+    def step(params, buffers, x):
+        def loss(params):
+            out, after = fn(params, buffers, x)
+            return (out * out.cos()).sum(), after
+
+        return ft.value_and_grad(loss, has_aux=True)(params)
+
+    x = torch.randn(8, 4, 8, 4, dtype=torch.float64)
+    wanted = step(params, buffers, x)
+    assert not wanted[0][1]["1.running_var"].equal(buffers["1.running_var"])
+    for mesh, specs in (
+        (ft.Mesh(dp=2, cp=2), (P(), P(), P("dp", None, "cp"))),
+        (ft.Mesh(dp=2, tp=2), ({n: P("tp") for n in params}, P(), P("dp"))),
+    ):
+        mapped = ft.partition(step, mesh, specs, pick="cheapest")
+        torch.testing.assert_close(mapped(params, buffers, x), wanted, rtol=1e-9, atol=1e-9)
+    traced = ft.trace(step)(params, buffers, x)
+    torch.testing.assert_close(traced(params, buffers, x), wanted, rtol=1e-9, atol=1e-9)
+    running = [torch.zeros(4).double(), torch.ones(4).double()]
+    with pytest.raises(ValueError, match=r"native_batch_norm.* modifies argument 1 in place"):
+        ft.trace(lambda x, m, v: F.batch_norm(x, m, v, training=True))(x, *running)
 
 
 def test_a_mask_of_other_sizes_is_refused_as_torch_refuses_it():

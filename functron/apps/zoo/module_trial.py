@@ -45,7 +45,8 @@ class ModuleTrial(NamedTuple):
     problems: tuple[Problem, ...] = ()
 
 
-_TOKENS = 8
+NUM_TOKENS = 8
+"""Of the samples that modules are tried with."""
 _SAMPLES = 5  # a prime, which no other dim is likely to be a multiple of
 
 
@@ -62,7 +63,11 @@ class _Positions(TorchDispatchMode):
             table, ids = args[:2]
             ids = ids[0] if isinstance(ids, list | tuple) else ids
             ids = ids if table.data_ptr() in self.tables else None
-            if ids is not None and [*ids.shape[-1:]] == [_TOKENS] and bool((ids.diff() == 1).all()):
+            if (
+                ids is not None
+                and [*ids.shape[-1:]] == [NUM_TOKENS]
+                and bool((ids.diff() == 1).all())
+            ):
                 self.most.append(table.shape[0] - int(ids.min()))
         return func(*args, **(kwargs or {}))
 
@@ -76,7 +81,7 @@ def try_module(module: torch_nn.Module, call: Callable) -> ModuleTrial:
         call: ``(fn, params, tokens, *, router, **more)`` to logits and a loss of routers, where
             `more` are further arguments of `fn`.
     """
-    tokens = (torch.arange(2 * _TOKENS) * 5 % 7 + 1).view(2, _TOKENS)
+    tokens = (torch.arange(2 * NUM_TOKENS) * 5 % 7 + 1).view(2, NUM_TOKENS)
     changed = tokens.clone()
     changed[:, -1] = tokens[:, -1] % 7 + 1  # 0 is often that of padding
 
@@ -107,7 +112,7 @@ def try_module(module: torch_nn.Module, call: Callable) -> ModuleTrial:
 
 def _try_training(module: torch_nn.Module, call: Callable, run: Callable) -> tuple[bool, str]:
     """Whether logits are others in training, and why not all of that is drawn from a key."""
-    tokens = (torch.arange(_SAMPLES * _TOKENS) * 5 % 7 + 1).view(_SAMPLES, _TOKENS)
+    tokens = (torch.arange(_SAMPLES * NUM_TOKENS) * 5 % 7 + 1).view(_SAMPLES, NUM_TOKENS)
     fn, params = partitioning.from_module(module, train=True)
     given = {"key": random.key(0), "rows": torch.arange(_SAMPLES)}
 
@@ -129,9 +134,9 @@ def _try_training(module: torch_nn.Module, call: Callable, run: Callable) -> tup
 def _find_packing(module: torch_nn.Module, run: Callable, tokens: Tensor) -> Packing:
     """The first way in which documents of a sample have the logits that they have alone."""
     length = 3
-    positions = torch.cat([torch.arange(length), torch.arange(_TOKENS - length)])
-    positions = positions.expand(len(tokens), _TOKENS)
-    segments = (torch.arange(_TOKENS) >= length).long().expand(len(tokens), _TOKENS)
+    positions = torch.cat([torch.arange(length), torch.arange(NUM_TOKENS - length)])
+    positions = positions.expand(len(tokens), NUM_TOKENS)
+    segments = (torch.arange(NUM_TOKENS) >= length).long().expand(len(tokens), NUM_TOKENS)
     changed = tokens.clone()
     changed[:, :length] = tokens[:, :length] % 7 + 1
     for packing in _list_packings(module):

@@ -35,7 +35,7 @@ from functron.apps.zoo.module_adapters import (
     list_adapted,
     split_adapters,
 )
-from functron.apps.zoo.module_trial import TRIED, Packing, drops_out, pack_inputs, try_module
+from functron.apps.zoo.module_trial import NUM_TOKENS, Packing, drops_out, pack_inputs, try_module
 from functron.core import tree
 from functron.core.errors import Problem, load_function, on_hub, raise_problems, refuse
 from functron.core.settings import choice_problems, setting
@@ -788,7 +788,7 @@ def _cut_loss(
 
 def _cut_short(config: ModuleConfig) -> partitioning.LocalSections:
     """The loss of a short batch on one rank, cut at layers; what stages use follows from it."""
-    sizes = 2, min(TRIED, config.max_seq)
+    sizes = 2, min(NUM_TOKENS, config.max_seq)
     return _cut_loss(config, sizes, Mesh(), "cpu", "none", False, (), ())
 
 
