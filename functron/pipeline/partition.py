@@ -481,9 +481,8 @@ class Partition:
 
     def entries(self, value: Mapping[str, Any], names: Iterable[str] | None = None) -> dict:
         """The entries of a tree like the parameters, by name; of some names, or all that it has."""
-        chosen = self.uses if names is None else names
-        found = {name: _at(value, name) for name in chosen}
-        return found if names is not None else {k: v for k, v in found.items() if v is not None}
+        chosen = [name for name in self.uses if _has(value, name)] if names is None else names
+        return {name: _at(value, name) for name in chosen}
 
     def name_in(self, path: str) -> str | None:
         """The entry that a leaf of a state belongs to, by its path; None: to none."""
@@ -609,13 +608,18 @@ def _is_stacked(use: Use) -> bool:
 
 
 def _at(value: Mapping[str, Any], path: str) -> Any:
-    """The part of nested dicts at a path; None: there is none."""
+    """The part of nested dicts at a path; None: there is none, as where it is no part of a step."""
     found: Any = value
     for key in path.split("/"):
-        if not isinstance(found, Mapping) or key not in found:
-            return None
-        found = found[key]
+        found = found.get(key) if isinstance(found, Mapping) else None
     return found
+
+
+def _has(value: Mapping[str, Any], path: str) -> bool:
+    """Whether nested dicts have a part at a path, be it None."""
+    above, _, name = path.rpartition("/")
+    held = _at(value, above) if above else value
+    return isinstance(held, Mapping) and name in held
 
 
 def _names_in(value: Mapping[str, Any], names: Container[str], above: str = "") -> list[str]:

@@ -86,6 +86,18 @@ def list_adapted(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name.removesuffix(end) for name in names if name.endswith(end))
 
 
+def shape_adapters(
+    names: Iterable[str], shapes: Mapping[str, Sequence[int]], rank: int
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the additions to layers, of a rank, by those of their matrices."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        first, second = shapes[f"{name}.weight"]
+        rows: dict[str, tuple[int, ...]] = {"a": (first, rank), "b": (rank, second), "scale": ()}
+        found |= {f"{name}.{lora.LORA}.{part}": shape for part, shape in rows.items()}
+    return found
+
+
 def split_adapters(
     names: Iterable[str], defs: Mapping[str, ParamDef], rules: Rules
 ) -> dict[str, P]:

@@ -31,12 +31,12 @@ Uses = Mapping[str, frozenset[str | int]]
 
 
 def describe_values(
-    params: Mapping[str, Tensor], dtype: torch.dtype, device: str
+    shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, device: str
 ) -> dict[str, Tensor]:
     """Values of these shapes that take no memory."""
     with aside():
         one = torch.zeros((), dtype=dtype, device=device)
-        return {name: one.expand(value.shape) for name, value in params.items()}
+        return {name: one.expand(tuple(shape)) for name, shape in shapes.items()}
 
 
 def describe_tokens(rows: int, seq: int, device: str) -> Tensor:

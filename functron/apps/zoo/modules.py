@@ -33,6 +33,7 @@ from functron.apps.zoo.module_adapters import (
     attach_adapters,
     find_linears,
     list_adapted,
+    shape_adapters,
     split_adapters,
 )
 from functron.apps.zoo.module_trial import NUM_TOKENS, Packing, drops_out, pack_inputs, try_module
@@ -763,6 +764,7 @@ def _cut_loss(
     split_stream: bool,
     more: tuple[tuple[str, torch.dtype, int], ...],
     adapted: tuple[str, ...],
+    rank: int,
 ) -> partitioning.LocalSections:
     """The loss of a batch of all ranks, cut at the module's layers.
 
@@ -770,13 +772,16 @@ def _cut_loss(
         sizes: rows and tokens of the batch.
         more: names, dtypes and numbers of dims of the other inputs.
         adapted: as of `open_module`.
+        rank: of their additions.
     """
     opened, names = open_module(config, device, adapted), tuple(name for name, *_ in more)
     if opened.layers is None:
         wanted = "a torch.nn.ModuleList of layers that forward calls one by one"
         refuse("this module is not cut into layers", "model", "no list of layers", wanted)
     mapped = _partition_loss(config, mesh, device, remat, split_stream, names, adapted)
-    params = module_layers.describe_values(opened.params, config.torch_dtype, device)
+    shapes = {name: tuple(value.shape) for name, value in opened.params.items()}
+    shapes |= shape_adapters(adapted, shapes, rank)
+    params = module_layers.describe_values(shapes, config.torch_dtype, device)
     tokens = module_layers.describe_tokens(*sizes, device)
     described = module_layers.describe_inputs(more, sizes, device)
     numbered = opened.layers.replace(r"\d+$", r"(\d+)(?=$|[/.])")
@@ -789,7 +794,7 @@ def _cut_loss(
 def _cut_short(config: ModuleConfig) -> partitioning.LocalSections:
     """The loss of a short batch on one rank, cut at layers; what stages use follows from it."""
     sizes = 2, min(NUM_TOKENS, config.max_seq)
-    return _cut_loss(config, sizes, Mesh(), "cpu", "none", False, (), ())
+    return _cut_loss(config, sizes, Mesh(), "cpu", "none", False, (), (), 0)
 
 
 @functools.lru_cache(32)
@@ -835,7 +840,10 @@ def stage_loss(
     sizes = rows * math.prod(mesh[axis] for axis in DATA_AXES), seq
     more = _find_more_inputs(config, batch, key)
     described = tuple((name, x.dtype, x.dim()) for name, x in more.items())
-    cut = _cut_loss(config, sizes, mesh, *place, described, list_adapted(flatten(params)))
+    held = flatten(params)
+    adapted = list_adapted(held)
+    rank = held[f"{adapted[0]}.{lora.LORA}.a"].shape[1] if adapted else 0
+    cut = _cut_loss(config, sizes, mesh, *place, described, adapted, rank)
     data = {"1": batch["tokens"], "2": batch["targets"]}
     data |= {f"3/{name}": x for name, x in more.items()}
     sections = module_layers.find_sections(part, cut.num_layers)
