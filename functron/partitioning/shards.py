@@ -393,7 +393,7 @@ def log_softmax_backward(site: EquationSite, grad, dims, axes, output, dim, inpu
 
 
 def put_in_zeros(site: EquationSite, grad, sizes, *args, **kwargs):
-    """What was taken of a value, where it was, among zeros of the shape of this rank's part."""
+    """The cotangent of a part of a value, where it was, among zeros of the shape of this rank's."""
     return site.op(grad, site.shapes[0], *args, **kwargs)
 
 

@@ -180,7 +180,7 @@ class Space:
         )
 
     def candidates(self) -> Iterator[TrainConfig]:
-        """All candidates whose counts divide; `Choices.problems` knows of the model's sizes."""
+        """All candidates whose counts divide; the model's sizes are for ``Choices.problems``."""
         batch = self.config.data.global_batch
 
         @functools.cache

@@ -13,6 +13,7 @@ import torch
 
 import functron as ft
 from functron import Mesh, P, lax
+from functron.apps import planner
 from functron.apps.planner import (
     FUNCTRON,
     HardwareRates,
@@ -456,6 +457,8 @@ def test_intervals_are_wider_the_farther_a_step_is_from_what_was_calibrated(plai
     assert list_doubts(hardware("cpu"), FUNCTRON) == {}  # the guess of its spread has all in it
     other = estimate_step(step, A100, software=TORCHTITAN, exact=False)
     assert list(other.doubts.values()) == [TORCHTITAN.spread]
+    _, *rows = planner.compare_software([near, other]).splitlines()
+    assert [row.partition("  ")[0] for row in rows] == [known.name, TORCHTITAN.name]
     assert (
         "never compared with a run, efficiencies are those of h100"
         in estimate_step(step, hardware("b200"), exact=False).explain()
