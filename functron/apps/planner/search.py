@@ -208,8 +208,8 @@ class _CandidateOrder:
 
     def __init__(self, found: Sequence[tuple[float, float, TrainConfig]]):
         self._factors: dict[tuple, float] = {}
-        self._heap = [(guess, i, 1.0, *rest) for i, (guess, *rest) in enumerate(found)]
-        self._guesses = [guess for guess, *_ in found]
+        self._heap = [(guess, i, 1.0, bound, c) for i, (guess, bound, c) in enumerate(found)]
+        self._guesses = [guess for guess, _, _ in found]
 
     def __iter__(self) -> Iterator[tuple[float, float, TrainConfig]]:
         heap = self._heap  # in the order of guesses, so that it is one

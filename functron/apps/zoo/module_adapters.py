@@ -7,7 +7,7 @@ parameters of a module inside, ``lora``; the sum of its matrix and ``scale a b``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
