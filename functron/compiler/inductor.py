@@ -21,6 +21,7 @@ import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock  # whose patches torch's compiler uses as well
@@ -35,6 +36,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch._inductor.dependencies import Dep, StarDep, WeakDep
+from torch._inductor.fx_passes import reinplace
 from torch._inductor.loop_body import LoopBody
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
@@ -46,7 +48,7 @@ from torch.utils._triton import has_triton_package
 
 from functron.compiler.lower import MM_WIDE
 from functron.core import compat
-from functron.program.equations import Var
+from functron.program.equations import Var, overlaps
 
 Options = Mapping[str, Any]
 
@@ -289,6 +291,7 @@ def _compile(graph: fx.GraphModule, operands: Sequence[Var], path: Path, devices
         guards.tracing(guards.TracingContext(mode)),
         _keep_order(),
         _allow_no_reads(),
+        _keep_expanded_apart(),
     ):
         wrapped: Any = inductor.compile_fx(graph, fakes, inner_compile=inner)
     code, normalised = made[0]
@@ -344,6 +347,35 @@ def _allow_no_reads() -> Iterator[None]:
 
     with mock.patch.object(LoopBody, "get_read_expr", reading):
         yield
+
+
+@contextlib.contextmanager
+def _keep_expanded_apart() -> Iterator[None]:
+    """Inductor writes to no memory in which entries of a tensor coincide, inside this with block.
+
+    torch 2.11 and 2.13 turn ``index_put(x, ...)``, which index_add and index_copy are made of, to a
+    write to x where nothing else reads x, also where x is expanded: what is written to one of its
+    entries then shows in all that share its memory (pytorch#183986). A backward pass under two
+    levels of vmap, which simulates two mesh axes, adds to expanded zeros.
+    """
+
+    def keeping(entry: reinplace.InplaceableOp) -> reinplace.InplaceableOp:
+        written = entry.mutated_arg
+        positions = (written,) if isinstance(written, int) else written
+
+        def may_write(node: fx.Node) -> bool:
+            return entry.extra_check(node) and not any(_overlaps(node.args[n]) for n in positions)
+
+        return replace(entry, extra_check=may_write)
+
+    known = reinplace.inplaceable_ops
+    with mock.patch.dict(known, {op: keeping(entry) for op, entry in known.items()}):
+        yield
+
+
+def _overlaps(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and overlaps(value.shape, value.stride())
 
 
 def _num_results(graph: fx.GraphModule) -> int:

@@ -125,9 +125,23 @@ def of_constants(x):
     )
 
 
+def writes_to_expanded(x):
+    """Of each row other columns change: entries that share memory before do not after."""
+    i, wide = torch.tensor([0, 1]), (2 * x[0, :3]).expand(2, 2, 3)
+    rows = torch.tensor([[0], [1]]), i
+    y = x[:4, :3].reshape(2, 2, 3)
+    return (
+        wide.sin().expand(2, 2, 3).index_add(1, i, y),
+        x[1, :3].cos().expand(2, 2, 3).index_add(1, i, y),
+        x[2, :3].sin().expand(2, 2, 3).index_copy(1, i, y),
+        x[3, :3].exp().expand(2, 2, 3).index_put(rows, y, accumulate=True),
+    )
+
+
 SMALL = [
     returns_argument_twice, returns_result_twice, returns_mixed, picks, cuts, of_views, scalars,
     integers, closes_over, of_zeros, of_constants,
+    writes_to_expanded,
 ]  # fmt: skip
 
 

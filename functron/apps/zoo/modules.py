@@ -895,12 +895,6 @@ def _find_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     if opened.positions and model.max_seq > opened.positions:
         wanted = f"at most {opened.positions}, the positions that it has parameters for"
         yield Problem("module.max_seq", str(model.max_seq), wanted, "leave it out")
-    several = mesh is not None and mesh["tp"] > 1 and math.prod(mesh[x] for x in DATA_AXES) > 1
-    if several and config.compute.compile is True and not config.parallelism.nproc:
-        # gradients of GPT-2 were others there, and on processes the module's
-        wanted = "processes, where tp and data axes split a module together and steps are compiled"
-        fix = "leave --compile out, or start processes: --nproc N"
-        yield Problem("compile", f"true on {mesh}", wanted, fix)
     if config.optimizer.name == "muon":
         fix = "--optimizer adamw"
         yield Problem("optimizer", "muon", "one that does not ask which matrices project", fix)

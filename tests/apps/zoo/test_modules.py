@@ -160,6 +160,23 @@ def test_runs_are_the_same_on_all_meshes(origin_of, name):
     assert found[0] != found[2]
 
 
+@pytest.mark.full  # each compiles for a minute
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("gpt2", {"mesh": "dp=2,tp=2"}),
+        ("gpt2", {"mesh": "fsdp=2,tp=2", "lora_rank": 2}),
+        ("llama", {"mesh": "dp=2,tp=2"}),
+    ],
+)
+def test_simulated_ranks_compile_to_the_same_numbers(origin_of, kind, settings):
+    """Backward adds to zeros that ranks of two simulated axes share (`functron.compiler`)."""
+    one = {name: x for name, x in settings.items() if name != "mesh"}
+    origin = origin_of(kind)
+    found = losses(run_config(origin, **settings, compile=True))
+    assert found == pytest.approx(losses(run_config(origin, **one)), rel=1e-7)
+
+
 @pytest.mark.parametrize("kind", ["diffllama", "doge"])
 def test_families_that_nobody_looked_at_train(origin_of, kind):
     origin = origin_of(kind)
@@ -457,7 +474,6 @@ def test_what_is_refused(origin_of, tmp_path):
         ({"mesh": "pp=2", "microbatches": 2, "vocab_over_pp": True}, "vocab_over_pp: got true"),
         ({"mesh": "cp=2"}, "mesh: got cp=2"),
         ({"remat": "selective"}, "remat: got selective"),
-        ({"mesh": "dp=2,tp=2", "compile": True}, "compile: got true on dp=2,tp=2"),
         ({"optimizer": {"name": "muon"}}, "optimizer: got muon"),
         ({"module__vocab_size": 65}, "wanted 64, the width of the module's logits"),
         ({"seq": 128}, "at most module.max_seq=64"),
