@@ -29,7 +29,7 @@ Config = Any
 
 Those that ``functron train`` trains are `TextConfig`."""
 
-OptionName = Literal["context", "expert_axes", "kernels", "loss_chunk_tokens", "matmul"]
+OptionName = Literal["adapters", "context", "expert_axes", "kernels", "loss_chunk_tokens", "matmul"]
 """Fields of `ModelOptions` that the losses of some families read, beside those of all."""
 
 

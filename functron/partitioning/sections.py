@@ -194,7 +194,7 @@ class PlanSections:
         assert not plan.gathers
         rows = zip(plan.block.outputs, plan.outputs, strict=True)
         self._results = tuple((v, p) for v, p in rows if isinstance(v, Var) and p is not None)
-        self._items = _live_items([*_items_of(plan, layers)], self._results)
+        self._items = _live_items(_items_of(plan, layers), self._results)
         self.num_layers = _count_layers(self._items, layers, name)
         self.inputs = tuple(zip(plan.block.inputs, plan.inputs, strict=True))
         self._origins = self._trace_origins(data)
@@ -305,7 +305,18 @@ class PlanSections:
         return _assemble(inputs, chosen[::-1], tuple(keys)), tuple(keys)
 
 
-def _items_of(plan: LocalBlock, layers: str) -> Iterator[PlanItem]:
+def _items_of(plan: LocalBlock, layers: str) -> list[PlanItem]:
+    """The items of a plan as they run; a value that is moved somewhere twice is moved there once.
+
+    A later section would make it again otherwise, and those before wait for it.
+    """
+    found: dict[tuple[PlacedVar, ...], PlanItem] = {}
+    for item in _list_items(plan, layers):
+        found.setdefault(item.makes, item)
+    return [*found.values()]
+
+
+def _list_items(plan: LocalBlock, layers: str) -> Iterator[PlanItem]:
     def of(each: Move, layer: int | None) -> PlanItem:
         return PlanItem(each, ((each.var, each.source),), ((each.var, each.target),), layer)
 

@@ -205,6 +205,7 @@ class RunSetup:
                 reduce_dtype=torch_dtype(config.optimizer.reduce_dtype),
             )
         settings = {
+            "adapters": config.lora.adapters,
             "context": self.context,
             "expert_axes": ranks.expert_axis_names,
             "kernels": kernels,

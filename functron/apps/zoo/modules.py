@@ -840,15 +840,35 @@ def stage_loss(
     sizes = rows * math.prod(mesh[axis] for axis in DATA_AXES), seq
     more = _find_more_inputs(config, batch, key)
     described = tuple((name, x.dtype, x.dim()) for name, x in more.items())
-    held = flatten(params)
-    adapted = list_adapted(held)
-    rank = held[f"{adapted[0]}.{lora.LORA}.a"].shape[1] if adapted else 0
+    adapted, rank = _find_adapted(config, part, params, mesh, options)
     cut = _cut_loss(config, sizes, mesh, *place, described, adapted, rank)
     data = {"1": batch["tokens"], "2": batch["targets"]}
     data |= {f"3/{name}": x for name, x in more.items()}
     sections = module_layers.find_sections(part, cut.num_layers)
     made = module_layers.run_sections(cut, sections, params, data, x or (), options.gather)
     return made[0] if part.loss else made
+
+
+def _find_adapted(
+    config: ModuleConfig, part: Part, params: tree.Tree, mesh: Mesh, options: ModelOptions
+) -> tuple[tuple[str, ...], int]:
+    """The layers of all stages that have additions, and the rank of these.
+
+    What crosses between stages lies as the plan of the whole loss has it, so that all of them have
+    to make the same plan, each with the additions of all others.
+    """
+    held = flatten(params)
+    adapted = list_adapted(held)
+    if options.adapters is not None:
+        every = lora.lora_defs(defs(config), options.adapters)
+        return list_adapted(flatten(every)), options.adapters.rank
+    if not adapted:
+        return (), 0
+    if mesh["tp"] > 1 and not (part.embed and part.loss):
+        got, wanted = "None, for parameters with low-rank additions", "those of the whole model"
+        fix = "ModelOptions(adapters=LoRA(...)), as lora_defs was given"
+        refuse("a module in stages over tp", "options.adapters", got, wanted, fix)
+    return adapted, held[f"{adapted[0]}.{lora.LORA}.a"].shape[1]
 
 
 @functools.lru_cache(32)
@@ -935,6 +955,7 @@ def make_family() -> Family:
         "module", "a module as it is", *given,
         objective=Objective(find_problems=_find_problems), iterate_logits=iterate_logits,
         free=("dtype", "rules", "dropouts", "router_losses"), draws=draws, adapters=True,
-        packs=True, schemes=schemes, stages=StageFunctions(num_layers, uses, stage_loss),
+        settings=frozenset({"adapters"}), packs=True, schemes=schemes,
+        stages=StageFunctions(num_layers, uses, stage_loss),
         without_extras=lambda config: replace(config, router_losses=False),
     )  # fmt: skip

@@ -151,3 +151,13 @@ def test_what_is_no_layer_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(ValueError, match="a run that trains all parameters; wanted one with lora"):
         convert(f"run:{full}", f"hf-module:{tmp_path / 'no'}", formats=FORMATS, adapter=True)
+
+
+def test_stages_plan_with_the_additions_of_all(tmp_path):
+    """What crosses to a stage depends on the additions there, which the one before has to know."""
+    origin = write_folder("cohere", tmp_path)
+    given: dict[str, Any] = {"lora_rank": 3, "microbatches": 2, "learning_rate__peak": 0.05}
+    cut: dict[str, Any] = {"mesh": "pp=2,tp=2", "sequence_parallel": True}
+    found = losses(run_config(origin, **given, **cut))
+    assert found == pytest.approx(losses(run_config(origin, **given)), rel=1e-6)
+    assert found[0] != found[2]
