@@ -28,7 +28,6 @@ from functron.core.settings import choice_problems
 from functron.core.tables import shows_differences
 from functron.core.typing import Int, Tensor
 from functron.models.config import GPTConfig
-from functron.models.lora import LoRA
 from functron.nn.context import (
     ContextKind,
     context_attention,
@@ -427,7 +426,7 @@ class ModelOptions:
         axes: the axes over which losses are summed; without one that splits samples, each rank
             along it has a loss of its own. Pass the same to `num_targets`, `value_and_grad` and,
             with those that split parameters, `sync_gradients`.
-        adapters: the low-rank additions of the whole model, for stages of modules as they are.
+        adapters: the `functron.lora.LoRA` of the whole model, for stages of modules as they are.
         watch: measure the residual stream after every layer: ``stream`` of `Details`.
         attention, router, mlp, norm, block: see above; None: the model's own.
 
@@ -446,7 +445,7 @@ class ModelOptions:
     matmul: nn.Matmul = nn.MATMUL
     loss_chunk_tokens: int = 0
     axes: tuple[str, ...] = SAMPLE_AXES
-    adapters: LoRA | None = None
+    adapters: Any = None
     watch: bool = False
     attention: Callable | Hook | None = None
     router: Callable | Hook | None = None
