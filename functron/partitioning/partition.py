@@ -40,6 +40,12 @@ from functron.core import compat, tree
 from functron.core.closure import hoist, refuse_tracked, refusing_tracked
 from functron.core.errors import Problem, nearest, public, raise_problems
 from functron.core.scopes import in_phase, in_scopes
+from functron.partitioning.comparison import (
+    advise,
+    compute_with_gradients,
+    find_differences,
+    gather_arguments,
+)
 from functron.partitioning.global_view import (
     TransformCall,
     fake_leaves,
@@ -80,8 +86,9 @@ from functron.program.equations import Block, Scan, Var, Where
 from functron.program.recorder import active, from_line, map_only
 from functron.program.trace import Program
 from functron.spmd import spec as sharding
+from functron.spmd.axes import scope
 from functron.spmd.mesh import BoundMesh, Mesh
-from functron.spmd.shard_map import MappedFunction, check_spec_trees
+from functron.spmd.shard_map import MappedFunction, check_on_first, check_spec_trees
 from functron.spmd.spec import P, is_spec, is_uneven
 from functron.transforms.parameter_gather import MERGED_BYTES
 from functron.transforms.policies import RematPolicy
@@ -105,7 +112,7 @@ def partition(
     fallback: Literal["replicate"] | None = None,
     pick: Literal["cheapest"] | None = None,
     cost: CollectiveCost | None = None,
-    check: bool = True,
+    check: bool | Literal["gradients"] = True,
     donate: int | Sequence[int] = (),
 ) -> Partitioned:
     r"""The per-rank program of a function of whole values, mapped over `mesh` as by `shard_map`.
@@ -176,10 +183,15 @@ def partition(
 
                 def cost(op, axis, payload_bytes):
                     return machine.collective_seconds(op, payload_bytes, ranks.reach(axis))
-        check, donate: as of `shard_map`.
+        check: as of `shard_map`; or "gradients": as True, and before the first call with given
+            shapes its results are compared with those of `fn` on the whole values, and so are the
+            gradients of a sum of them, unless `fn` differentiates by itself; see
+            `Partitioned.compare`.
+        donate: as of `shard_map`.
 
     Raises:
-        ValueError: a spec does not fit; (when it is called) an operation has no rule; an axis
+        ValueError: a spec does not fit; (when it is called) `check` finds other numbers; an
+            operation has no rule; an axis
             splits an operation's operands along different dims, and no choice is better; an axis
             of `constraints` or `constrain` does not divide its dim; or one of `attention` splits no
             sequence, or one whose attention has a mask that it does not take.
@@ -195,6 +207,10 @@ def partition(
                 ("pick", pick, "cheapest"),
             )
             if value not in (None, wanted)
+        ]
+        + [
+            Problem("check", repr(check), "True, False or 'gradients'")
+            for _ in range(check not in (True, False, "gradients"))
         ]
         + _travel_problems(attention, mesh),
     )
@@ -236,9 +252,11 @@ class Partitioned(MappedFunction):
     def __init__(self, fn, mesh, in_specs, out_specs, given, check, donate):
         self._settings, (self._constraints, self._policies), self._attention = given
         self.fn, self._given = fn, tree.map(lambda spec: spec, out_specs, is_leaf=is_spec)
+        # the shapes that were compared; None: nobody asks
+        self._compared: set[Any] | None = set() if check == "gradients" else None
         self._plans: dict[Any, FunctionPlan] = {}
         self._last: FunctionPlan | None = None
-        super().__init__(self._rank, mesh, in_specs, P(), check, None, donate)
+        super().__init__(self._rank, mesh, in_specs, P(), bool(check), None, donate)
         self.name = self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
     @property
@@ -271,7 +289,68 @@ class Partitioned(MappedFunction):
         hidden, _ = hoist(self.fn)
         if compat.transforms_active():
             refuse_tracked(self.name, hidden)
+        elif self._compares_next(args, kwargs):
+            self.compare(*args)
         return super().__call__(*args, **kwargs)
+
+    @public
+    def compare(self, *args: tree.Tree) -> None:
+        """Compare results and gradients with those of `fn`, as ``check="gradients"`` does.
+
+        The mesh is simulated in one process: on a bound one, whose ranks all call it, that of
+        rank 0, of values that are gathered before. Values are not changed. Traced or under
+        torch.func, a function with that check refuses shapes that were not compared before.
+
+        Args:
+            args: as of a call; concrete.
+
+        Collectives: on a bound mesh those that gather all arguments on every rank, and an
+        all-reduce of 8 bytes per axis.
+
+        Raises:
+            ValueError: some differ by more than the order of sums explains
+                (`functron.partitioning.comparison`); all leaves are listed.
+        """
+        key, mesh = self._find_shapes(args), self.mesh
+        if isinstance(mesh, BoundMesh):
+            given = gather_arguments(mesh, self.in_specs, args)
+            error = check_on_first(mesh, lambda: self._find_error(given))
+        else:
+            error = self._find_error(args)
+        if error is not None:
+            raise error
+        if self._compared is not None:
+            self._compared.add(key)
+
+    def _compares_next(self, args: tuple, kwargs: dict) -> bool:
+        if self._compared is None or kwargs or scope().axis_index is not None:
+            return False
+        return not compat.dispatch_modes_active() and self._find_shapes(args) not in self._compared
+
+    def _find_shapes(self, args: tuple) -> Any:
+        leaves, structure = tree.flatten(args)
+        looks = ((x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor))
+        return structure, tuple(looks)
+
+    def _find_error(self, args: tuple) -> ValueError | None:
+        """What a comparison of these whole values finds."""
+        mesh, given = self.mesh.mesh, (self._settings, (self._constraints, self._policies))
+        simulated = Partitioned(
+            self.fn, mesh, self.in_specs, self._given, (*given, self._attention), False, self.donate
+        )
+        made = simulated.plan_for(args, whole=True)
+        own = made.rules_used or any(
+            isinstance(op := step.equation.op, TransformCall) and op.transform == "value_and_grad"
+            for step in _walk_plan(made.plan)
+        )
+        wanted, got = (
+            compute_with_gradients(fn, args, differentiate=not own) for fn in (self.fn, simulated)
+        )
+        problems = find_differences(got, wanted).problems
+        if not problems:
+            return None
+        title = f"partition: on {mesh}, simulated, {self.name} has other numbers than unpartitioned"
+        return ValueError("\n".join([title, *(f"  - {x}" for x in problems), advise(mesh)]))
 
     @public
     def explain(self, *args: tree.Tree) -> str:
@@ -300,6 +379,7 @@ class Partitioned(MappedFunction):
         return self._rank(*args)
 
     def _rank(self, *args):
+        self._refuse_unknown(args)
         made = self._last = self.plan_for(args, whole=False)
         given = tree.broadcast_prefix(
             self._spec_prefix(args), args, is_leaf=is_spec, what="in_specs"
@@ -324,6 +404,29 @@ class Partitioned(MappedFunction):
             for x, spec in zip(outputs, flat, strict=True)
         ]
         return tree.unflatten(made.out_structure, outputs)
+
+    def _refuse_unknown(self, shards: tuple) -> None:
+        """Refuse shards of values that were to be compared, and were not."""
+        if self._compared is None:
+            return
+        leaves, structure = tree.flatten(shards)
+        prefix = self._spec_prefix(shards)
+        specs = tree.broadcast_prefix(prefix, shards, is_leaf=is_spec, what="in_specs")
+        bound = isinstance(self.mesh, BoundMesh)
+        looks = tuple(
+            (
+                x.shape if bound else torch.Size(sharding.global_shape(x.shape, spec, self.mesh)),
+                x.dtype,
+            )
+            for x, spec in zip(leaves, specs, strict=True)
+            if isinstance(x, torch.Tensor)
+        )
+        if (structure, looks) not in self._compared:
+            raise ValueError(
+                f'partition: {self.name} has check="gradients", which compares values; got shapes '
+                "that are traced, transformed, or inside of another program before they were "
+                "compared; fix: call compare(...) with values of these shapes first"
+            )
 
     def plan_for(self, args: tuple, *, whole: bool) -> FunctionPlan:
         """The plan for arguments: of `whole` values, or of one rank's shards."""

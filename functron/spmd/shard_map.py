@@ -109,7 +109,7 @@ def _find_max(mesh: BoundMesh, *numbers: int) -> list[int]:
     return found.tolist()
 
 
-def _check_on_first(mesh: BoundMesh, check: Callable[[], Exception | None]) -> Exception | None:
+def check_on_first(mesh: BoundMesh, check: Callable[[], Exception | None]) -> Exception | None:
     """The error that `check()` finds on the first rank; where it finds one, each rank's own.
 
     For a check that simulates all ranks: each would do the same work, and those that share a
@@ -676,7 +676,7 @@ class MappedFunction:
                 return error
             return None
 
-        error = check() if alone else _check_on_first(mesh, check)
+        error = check() if alone else check_on_first(mesh, check)
         if isinstance(error, VaryingOutputError):
             raise ValueError(str(error))
         if isinstance(error, RuntimeError):

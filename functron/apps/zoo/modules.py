@@ -36,6 +36,7 @@ from functron.apps.zoo.module_adapters import (
     shape_adapters,
     split_adapters,
 )
+from functron.apps.zoo.module_check import check_first, introduce_check
 from functron.apps.zoo.module_trial import NUM_TOKENS, Packing, drops_out, pack_inputs, try_module
 from functron.core import tree
 from functron.core.errors import Problem, load_function, on_hub, raise_problems, refuse
@@ -83,6 +84,9 @@ class ModuleConfig(TextConfig):
         router_losses: add the auxiliary losses of routers, where its config.json asks for them by
             output_router_logits. They balance a microbatch over all ranks, and so depend on the
             number of microbatches.
+        check: gradients: before the first step, gradients on the mesh, simulated, are compared with
+            the module's own, of a copy cut to at most 20M parameters; what cannot be cut is said to
+            be unchecked; off: they are not.
     """
 
     vocab_multiple: int = 1
@@ -91,6 +95,7 @@ class ModuleConfig(TextConfig):
     max_seq: int = 2**31 - 1
     dropouts: Literal["on", "off"] = "on"
     router_losses: bool = True
+    check: Literal["gradients", "off"] = "gradients"
 
     def __post_init__(self):
         found = [
@@ -103,6 +108,15 @@ class ModuleConfig(TextConfig):
         ]
         found += [*choice_problems(self), *_rule_problems(self.rules)]
         raise_problems("invalid ModuleConfig", found)
+
+    def introduce(self, run: Any) -> Iterator[str]:
+        """Whether gradients were compared, among the first lines of a run."""
+        return introduce_check(run, _sum_own_losses) if self.check == "gradients" else iter(())
+
+    def hook(self, session: Any) -> None:
+        """Compares gradients before the first step; nothing is done in others."""
+        if self.check == "gradients":
+            check_first(session, _sum_own_losses)
 
 
 # --- the module
@@ -651,6 +665,13 @@ def _sum_losses(
     return total + opened.router_coefficient * routers * count
 
 
+def _sum_own_losses(
+    config: ModuleConfig, params: Mapping[str, Tensor], tokens: Tensor, targets: Tensor
+) -> Tensor:
+    """The sum of the losses of the module as it is, without dropout."""
+    return _sum_losses(open_module(config), params, tokens, targets, {})
+
+
 def loss(
     config: ModuleConfig,
     params: tree.Tree,
@@ -954,7 +975,7 @@ def make_family() -> Family:
     return Family(
         "module", "a module as it is", *given,
         objective=Objective(find_problems=_find_problems), iterate_logits=iterate_logits,
-        free=("dtype", "rules", "dropouts", "router_losses"), draws=draws, adapters=True,
+        free=("dtype", "rules", "dropouts", "router_losses", "check"), draws=draws, adapters=True,
         settings=frozenset({"adapters"}), packs=True, schemes=schemes,
         stages=StageFunctions(num_layers, uses, stage_loss),
         without_extras=lambda config: replace(config, router_losses=False),

@@ -127,6 +127,7 @@ def test_families_that_do_not_train_say_why(origin_of, kind, why):
 
 def run_config(origin: str, **settings) -> TrainConfig:
     usual = {"seq": 16, "global_batch": 4, "format": "mock", "steps": 3, "module__dtype": "float64"}
+    usual["module__check"] = "off"  # test_module_check.py has it
     return configure(model=origin, **{**usual, **settings})
 
 
@@ -212,7 +213,7 @@ STEPS: dict[str, Any] = {"seq": 16, "global_batch": 4, "format": "mock", "steps"
     ],
 )
 def test_processes_have_the_numbers_of_one(torchrun, origin_of, kinds, meshes, compiled):
-    settings = {**STEPS, "microbatches": 2, "module__dtype": "float64"}
+    settings = {**STEPS, "microbatches": 2, "module__dtype": "float64", "module__check": "off"}
     origins = [origin_of(kind) for kind in kinds]
     wanted = [losses(configure(model=origin, **settings)) for origin in origins]
     given = json.dumps({**settings, "compile": compiled, "device": "cpu"})
@@ -279,7 +280,7 @@ def arguments(origin: str, out: Path, *more) -> list[str]:
     return list(map(str, [
         "train", "--model", origin, "--data", text, "--seq", 16, "--global-batch", 4, "--out", out,
         "--eval-every", 2, "--eval-data", f"t={text}", "--eval-batches", 1,
-        "--learning-rate.total-steps", 9, *more,
+        "--learning-rate.total-steps", 9, "--module.check", "off", *more,
     ]))  # fmt: skip
 
 
