@@ -34,10 +34,12 @@ PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "vit": "functron.apps.zoo.vit:make_family",
             "llava": "functron.apps.zoo.llava:make_family",
             "module": "functron.apps.zoo.modules:make_family",
+            "classifier": "functron.apps.zoo.heads:make_family",
         },
         "functron.formats": {
             "megatron": "functron.apps.megatron.runs:make_format",
             "hf-module": "functron.apps.zoo.module_files:make_format",
+            "hf-classifier": "functron.apps.zoo.module_files:make_classifier_format",
         },
         "functron.hub_formats": {"zoo": "functron.apps.zoo.formats:list_formats"},
         "functron.logs": {"megatron": "functron.apps.megatron.launches:make_log_reader"},

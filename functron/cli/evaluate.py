@@ -43,6 +43,7 @@ from functron.training.evaluation import (
     evaluate,
     loss_memory_bytes,
     loss_program,
+    measure_programs,
     open_sets,
     open_texts,
     problems_of,
@@ -239,7 +240,7 @@ def _make_sets(
         config = configure(config, seq=options.seq or config.data.seq)
         config = configure(config, global_batch=options.batch or config.data.global_batch * share)
         note = f"in samples of {config.data.seq} tokens; incomplete last ones are left out"
-        return config, open_sets(config), [note]
+        return config, open_sets(config), [] if config.family.measures else [note]
     texts = open_texts(config)
     longest = max(int(one.lengths.max(initial=0)) for one in texts.values())
     first = not isinstance(mesh, BoundMesh) or mesh.rank == 0
@@ -376,13 +377,13 @@ def _make_scorer(
     else:
         only = {"params": like.params}
         params = checkpoint.restore(path, only, placement=where, device=device)["params"]
-    program = loss_program(made)
+    program, measures = loss_program(made), measure_programs(made)
 
     def batch(held_out: HeldOut, index: int) -> dict[str, torch.Tensor]:
         host = own_part(mesh, lambda part: held_out.batch(index, part))
         return tree.map(lambda leaf: leaf.to(device), host)
 
-    return lambda sets: evaluate(program, params, sets, batch)
+    return lambda sets: evaluate(program, params, sets, batch, measures)
 
 
 def _add_bits(numbers: dict[str, float], held_out: HeldOut) -> dict[str, float | None]:
@@ -400,6 +401,8 @@ def _format_scores(found: dict) -> list[str]:
     for name, numbers in found.items():
         bits = numbers["bits_per_byte"]
         more = "" if bits is None else f", {bits:.4f} bits per byte"
+        usual = ("loss", "perplexity", "tokens", "bits_per_byte")
+        more += "".join(f", {own} {x:.4f}" for own, x in numbers.items() if own not in usual)
         counts = f"loss {numbers['loss']:.4f}, perplexity {numbers['perplexity']:.2f}{more}"
         lines.append(f"{name}: {counts}, {numbers['tokens']:,} tokens")
     return lines

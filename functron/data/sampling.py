@@ -218,11 +218,14 @@ class SampleMaker:
         length: tokens of text in a sample.
         vocab_size: upper bound of the token ids of text; the objective may add ids above.
         over: ``(samples of text, seed)`` to the samples of the model.
+        open: ``(part)`` to the samples of a model that reads its files by itself, such as texts
+            with labels; None: `over` makes them of text.
     """
 
     length: int
     vocab_size: int
     over: Callable[[Any, int], Samples] = lambda samples, seed: samples
+    open: Callable[[str], Samples] | None = None
 
 
 ARITHMETIC = "arithmetic"

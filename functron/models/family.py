@@ -132,6 +132,8 @@ class Family:
             stack's name, where they are not counted from 0.
         without_extras: ``(config)`` to the same model whose loss has no terms that are for training
             only, such as those of routers.
+        measures: ``(config, params, batch, options)`` to other sums over targets than that of the
+            losses, by name, whose means evaluation gives, such as accuracy.
         schemes: by the word before a colon, what makes a config of a model's whole name, such as
             ``hf-module:PATH``; beside presets.
         stages: the functions of the stages of pipelines; None: it has none.
@@ -160,6 +162,7 @@ class Family:
     canonical: Callable[[Any], Config] = lambda config: config
     numbers: Callable[[Any], Mapping[str, Sequence[int]]] = lambda config: {}
     without_extras: Callable[[Any], Config] = lambda config: config
+    measures: Mapping[str, Callable] = field(default_factory=dict)
     schemes: Mapping[str, Callable[[str], Config]] = field(default_factory=dict)
     iterate_logits: Callable[..., Any] | None = None
     respond: Callable[..., Tensor] | None = None

@@ -255,6 +255,8 @@ def open_samples(
     raise_problems("cannot train on this", problems_of(config))
     seed, tokenizer = config.seed, reader(config)
     learnt = objective_of(config).plan_samples(config, tokenizer)
+    if learnt.open is not None:
+        return learnt.open(part)
     if is_on_disk(config):
         return _token_samples(config, learnt, part)
     if tokenizer is None or isinstance(tokenizer, ByteTokenizer):

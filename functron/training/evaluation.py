@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -291,6 +292,27 @@ def loss_program(setup: RunSetup) -> Callable:
     return without_gradients
 
 
+def measure_programs(setup: RunSetup) -> dict[str, Callable]:
+    """By name the functions ``(params, batch) -> sum`` of the family's measures, as `loss_program`.
+
+    They are not compiled; a model in stages has none.
+    """
+    specs = setup.specs
+
+    def make(measure: Callable) -> Callable:
+        def microbatch(params: tree.Tree, batch: gpt.Batch) -> torch.Tensor:
+            return measure(setup.model, params, batch, setup.options)
+
+        def summed(params: tree.Tree, batch: gpt.Batch) -> torch.Tensor:
+            whole = gather_parameters(params, specs, setup.used(specs))
+            return accumulate(microbatch, setup.config.parallelism.microbatches)(whole, batch)
+
+        mapped = shard_map(summed, setup.mesh, (specs, setup.batch_specs), P())
+        return torch.no_grad()(mapped)
+
+    return {name: make(measure) for name, measure in setup.family.measures.items()}
+
+
 def _find_room(setup: RunSetup) -> float | None:
     """The room for rows of experts at first; None: for the worst case, or what rows came."""
     return setup.room or None if setup.is_compiled and setup.rank is None else None
@@ -384,6 +406,7 @@ def evaluate(
     params: tree.Tree,
     sets: Sequence[HeldOut],
     batch: Callable[[HeldOut, int], dict[str, torch.Tensor]],
+    measures: Mapping[str, Callable] = MappingProxyType({}),
 ) -> dict[str, dict[str, float]]:
     """The mean loss of every set, ``sum / count`` over all its batches, added up in float64.
 
@@ -392,22 +415,28 @@ def evaluate(
         params: of the run.
         sets: to evaluate.
         batch: ``(set, index)`` to this process's part of that batch, on the device of `params`.
+        measures: of `measure_programs`.
 
     Returns:
-        By name of the set ``loss`` in nats per target, ``perplexity``, its exponential, and
-        ``tokens``, the number of targets.
+        By name of the set ``loss`` in nats per target, ``perplexity``, its exponential, ``tokens``,
+        the number of targets, and the mean of each measure.
     """
     found = {}
     for held_out in sets:
         total = count = 0.0
+        sums = dict.fromkeys(measures, 0.0)
         for index in range(held_out.num_batches):
-            summed, targets = program(params, batch(held_out, index))
+            given = batch(held_out, index)
+            summed, targets = program(params, given)
             total, count = total + summed.double(), count + targets
+            for name, measure in measures.items():
+                sums[name] += float(measure(params, given))
         total, count = float(total), int(count)
         loss = total / count  # of at least one: a set without any was refused as it was opened
         # e^709 is the largest that a float64 holds
         perplexity = math.exp(loss) if not loss > 709 else math.inf
         found[held_out.name] = {"loss": loss, "perplexity": perplexity, "tokens": count}
+        found[held_out.name] |= {name: x / count for name, x in sums.items()}
     return found
 
 

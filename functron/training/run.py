@@ -37,7 +37,13 @@ from functron.training import data, run_folder
 from functron.training.config import TrainConfig, configure
 from functron.training.costs import check_expert_memory, check_room
 from functron.training.dealing import CHECKSUM, HOST_LEAVES, map_steps
-from functron.training.evaluation import HeldOut, evaluate, loss_program, open_sets
+from functron.training.evaluation import (
+    HeldOut,
+    evaluate,
+    loss_program,
+    measure_programs,
+    open_sets,
+)
 from functron.training.loop import At, LoopHook, Request, close_with, end_process
 from functron.training.records import Reporter
 from functron.training.resume import restore_state
@@ -236,7 +242,8 @@ class Run:
 
         if self.held_out_loss is None:
             return {}
-        return evaluate(self.held_out_loss, self._average(state), self.held_out, batch)
+        params, measures = self._average(state), measure_programs(self.setup)
+        return evaluate(self.held_out_loss, params, self.held_out, batch, measures)
 
     def _average(self, state: State) -> dict:
         """The parameters, or their averages where these are evaluated."""

@@ -1,4 +1,4 @@
-"""Convert modules' own files into run folders and back: ``hf-module:PATH``.
+"""Convert modules' own files into run folders and back: ``hf-module:`` and ``hf-classifier:PATH``.
 
 What is written is what the module writes: transformers' ``save_pretrained``, or, of a module that
 has none, its state dict in model.safetensors. Names, ties, buffers and dtypes are the module's, so
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from functron import checkpoint
+from functron.apps.zoo import heads
+from functron.apps.zoo.heads import ClassifierConfig, build_classifier
 from functron.apps.zoo.module_adapters import list_adapted
 from functron.apps.zoo.modules import (
     HUB,
     ModuleConfig,
     build_module,
-    defs,
     flatten,
     open_module,
     trained_weights,
@@ -47,15 +48,28 @@ _NAMES = {
 
 def make_format() -> RunFormat:
     """The format of ``functron convert run:PATH hf-module:PATH``, and of a run that begins so."""
+    return _make_format(HUB)
+
+
+def make_classifier_format() -> RunFormat:
+    """The same of ``hf-classifier:PATH``."""
+    return _make_format(heads.SCHEME)
+
+
+def _make_format(scheme: str) -> RunFormat:
     refusals = {
         name: Problem(name, "{!r}", wanted, "leave it out") for name, wanted in _NAMES.items()
     }
-    return RunFormat(_make_run, write_module, MappingProxyType(refusals))
+
+    def make_run(path: Path, out: Path) -> Conversion:
+        return _make_run(scheme, path, out)
+
+    return RunFormat(make_run, write_module, MappingProxyType(refusals))
 
 
-def _make_run(path: Path, out: Path) -> Conversion:
+def _make_run(scheme: str, path: Path, out: Path) -> Conversion:
     """A run that begins with the module of a folder, whose tokenizer is kept with it."""
-    run = configure(model=f"{HUB}:{path.absolute()}")
+    run = configure(model=f"{scheme}:{path.absolute()}")
     model: Any = run.architecture
     kept: list[str] = []
 
@@ -63,7 +77,7 @@ def _make_run(path: Path, out: Path) -> Conversion:
         folder.mkdir()
         kept.extend(copy_companions(path, folder))
 
-    begin(out, run, init_params(random.key(run.seed), defs(model)), keep)
+    begin(out, run, init_params(random.key(run.seed), run.family.defs(model)), keep)
     return Conversion(model, out, tuple(kept))
 
 
@@ -86,7 +100,7 @@ def write_module(
     """
     run = config.load(path / run_folder.CONFIG, known_only=True)
     model = run.architecture
-    if not isinstance(model, ModuleConfig):
+    if not isinstance(model, ModuleConfig | ClassifierConfig):
         fix = f"functron convert run:{path} hf:{out}"
         refuse("cannot export", str(path), run.family.title, "a run of a module", fix)
     kind, _, origin = model.origin.partition(":")
@@ -94,7 +108,7 @@ def write_module(
         _write_adapter(path, run, out, origin if kind == HUB else "", averaged=averaged)
         return Conversion(model, out, ())
     params = newest_params(path, run, averaged=averaged, read=checkpoint.read_params)
-    folders = [path / run_folder.HUB, *([Path(origin)] if kind == HUB else [])]
+    folders = [path / run_folder.HUB, *([Path(origin)] if kind in (HUB, heads.SCHEME) else [])]
 
     kept: list[str] = []
 
@@ -162,9 +176,11 @@ def _save_adapter(
     write_json(folder / ADAPTER, settings)
 
 
-def fill_module(model: ModuleConfig, params: tree.Tree) -> torch.nn.Module:
+def fill_module(model: ModuleConfig | ClassifierConfig, params: tree.Tree) -> torch.nn.Module:
     """The module of a config with these parameters, in the dtypes that it has by itself."""
-    module, params = build_module(model.origin), flatten(params)
+    one = isinstance(model, ModuleConfig)
+    module = build_module(model.origin) if one else build_classifier(model)
+    params = flatten(params)
     own = trained_weights(module)
     raise_problems(
         f"the module {model.origin} is not that of the run",

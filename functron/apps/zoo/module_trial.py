@@ -107,11 +107,16 @@ def try_module(module: torch_nn.Module, call: Callable) -> ModuleTrial:
         got = "logits that see tokens after theirs"
         return ModuleTrial(problems=(Problem("model", got, wanted, "a causal decoder"),))
     most, packing = min(positions.most, default=None), _find_packing(module, run, tokens)
-    return ModuleTrial(out.shape[-1], most, *_try_training(module, call, run), packing)
+    return ModuleTrial(out.shape[-1], most, *try_training(module, call, run), packing)
 
 
-def _try_training(module: torch_nn.Module, call: Callable, run: Callable) -> tuple[bool, str]:
-    """Whether logits are others in training, and why not all of that is drawn from a key."""
+def try_training(module: torch_nn.Module, call: Callable, run: Callable) -> tuple[bool, str]:
+    """Whether logits are others in training, and why not all of that is drawn from a key.
+
+    Args:
+        call: as of `try_module`.
+        run: ``(tokens)`` to the module's logits in evaluation.
+    """
     tokens = (torch.arange(_SAMPLES * NUM_TOKENS) * 5 % 7 + 1).view(_SAMPLES, NUM_TOKENS)
     fn, params = partitioning.from_module(module, train=True)
     given = {"key": random.key(0), "rows": torch.arange(_SAMPLES)}

@@ -106,7 +106,7 @@ class ModuleConfig(TextConfig):
             )
             if got != wanted
         ]
-        found += [*choice_problems(self), *_rule_problems(self.rules)]
+        found += [*choice_problems(self), *rule_problems(self.rules)]
         raise_problems("invalid ModuleConfig", found)
 
     def introduce(self, run: Any) -> Iterator[str]:
@@ -292,22 +292,30 @@ def _open_on(
     origin: str, dtype: torch.dtype, device: str, adapted: tuple[str, ...] = ()
 ) -> OpenedModule:
     opened = _open_once(origin)
-    wide = dtype == torch.float64  # sums in float32 would not be as exact as what is summed
     with aside(), enter(Scope()):
         module = copy.deepcopy(opened.module)
-        for inner in module.modules():
-            held = {name: x for name, x in vars(inner).items() if isinstance(x, Tensor)}
-            for values in (inner._buffers, held):
-                for name, x in values.items():
-                    if x is not None:
-                        kind = torch.float64 if wide and x.is_floating_point() else x.dtype
-                        values[name] = x.to(device, kind)
-            vars(inner).update(held)
+        place_buffers(module, dtype, device)
         attach_adapters(module, {name: opened.linears[name] for name in adapted})
         fn, params = partitioning.from_module(module)
         train, _ = partitioning.from_module(module, train=True)
         one, other = (functools.partial(opened.call, each) for each in (fn, train))
         return replace(opened, module=module, call=one, train=other, params=params)
+
+
+def place_buffers(module: torch_nn.Module, dtype: torch.dtype, device: str) -> None:
+    """Put what a module holds besides parameters on a device, for parameters of a dtype.
+
+    With float64 it is wide, too: sums in float32 would not be as exact as what is summed.
+    """
+    wide = dtype == torch.float64
+    for inner in module.modules():
+        held = {name: x for name, x in vars(inner).items() if isinstance(x, Tensor)}
+        for values in (inner._buffers, held):
+            for name, x in values.items():
+                if x is not None:
+                    kind = torch.float64 if wide and x.is_floating_point() else x.dtype
+                    values[name] = x.to(device, kind)
+        vars(inner).update(held)
 
 
 def _drop_weights(module: torch_nn.Module) -> None:
@@ -532,23 +540,24 @@ def rules(
     return Rules(found)
 
 
-def _read_rules(text: str) -> Iterator[tuple[str, str, list[str]]]:
+def read_rules(text: str) -> Iterator[tuple[str, str, list[str]]]:
     """The lines of rules: each, its pattern, and its entries."""
     for line in filter(None, map(str.strip, re.split(r"[;\n]", text))):
         pattern, _, entries = line.rpartition("=")
         yield line, pattern.strip(), [entry.strip() for entry in entries.split(",")]
 
 
-def _rule_problems(text: str) -> Iterator[Problem]:
-    for line, pattern, entries in _read_rules(text):
+def rule_problems(text: str, name: str = "module.rules") -> Iterator[Problem]:
+    """The lines of rules that are none; `name` is that of the setting."""
+    for line, pattern, entries in read_rules(text):
         wanted = "PATTERN = tp or - for each dim, such as (o|down)_proj = -,tp"
         if not pattern or not {*entries} <= {"tp", "-"} or entries.count("tp") > 1:
-            yield Problem("module.rules", repr(line), wanted)
+            yield Problem(name, repr(line), wanted)
             continue
         try:
             re.compile(pattern)
         except re.error as error:
-            yield Problem("module.rules", f"{pattern!r}: {error}", "a regular expression")
+            yield Problem(name, f"{pattern!r}: {error}", "a regular expression")
 
 
 def _tensor_specs(config: ModuleConfig, ranks: int) -> dict[str, P]:
@@ -581,7 +590,7 @@ def _given_specs(config: ModuleConfig) -> dict[str, P]:
         return {}
     given = {
         pattern: P(*(None if entry == "-" else "tp" for entry in entries))
-        for _, pattern, entries in _read_rules(config.rules)
+        for _, pattern, entries in read_rules(config.rules)
     }
     return Rules(given).specs(dict(open_module(config).params))
 
