@@ -23,7 +23,7 @@ _LISTED = 20  # of leaves that differ; all are counted
 
 
 class Comparison(NamedTuple):
-    """What comparing leaves found.
+    """The result of comparing leaves.
 
     Attributes:
         num_leaves: that were compared.
@@ -172,6 +172,6 @@ def gather_arguments(mesh: BoundMesh, in_specs: tree.Tree, args: tuple) -> tuple
 
 
 def advise(mesh: Mesh) -> str:
-    """What to do about wrong gradients on a mesh."""
+    """The fix of wrong gradients on a mesh."""
     axes = " or ".join(name for name, size in mesh.axes if size > 1)
     return f"fix: report it, with the function; until then run without {axes}"

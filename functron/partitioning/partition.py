@@ -333,7 +333,7 @@ class Partitioned(MappedFunction):
         return structure, tuple(looks)
 
     def _find_error(self, args: tuple) -> ValueError | None:
-        """What a comparison of these whole values finds."""
+        """The result of a comparison of these whole values."""
         mesh, given = self.mesh.mesh, (self._settings, (self._constraints, self._policies))
         simulated = Partitioned(
             self.fn, mesh, self.in_specs, self._given, (*given, self._attention), False, self.donate

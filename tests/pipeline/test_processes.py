@@ -119,10 +119,7 @@ import gc, sys
 gc.disable()
 import torch.distributed as dist
 from pathlib import Path
-from functron.cli.main import main
 from functron.models import gpt
-import functron.cli.train
-gc.freeze()
 real, calls = gpt.stage_loss, []
 def stage_loss(*args, **kwargs):
     calls.append(1)
@@ -130,7 +127,10 @@ def stage_loss(*args, **kwargs):
         Path({mark!r}).touch()
         raise RuntimeError('injected ' + 'fault')
     return real(*args, **kwargs)
-gpt.stage_loss = stage_loss
+gpt.stage_loss = stage_loss  # which the table of families reads
+from functron.cli.main import main
+import functron.cli.train
+gc.freeze()
 sys.exit(main({arguments}))
 """
 # without looking for garbage in what is imported, as `functron` does

@@ -83,10 +83,10 @@ def test_names_kinds_and_copies():
     assert one.copies(1) == {"dense": 1, "blocks": 1}
     even = Partition(layout_of([1, 2, 2, 2]), BOTH_ENDS, DENSE_FIRST)
     assert [even.kind(s) for s in range(4)] == [
-        (True, False, (("dense", 1),)),
-        (False, False, (("dense", 2),)),
-        (False, False, (("blocks", 2),)),
-        (False, True, (("blocks", 2),)),
+        (True, False, (("dense", 1),), ()),
+        (False, False, (("dense", 2),), ()),
+        (False, False, (("blocks", 2),), ()),
+        (False, True, (("blocks", 2),), ()),
     ]
     assert even.copies(0) == {"embed": 2, "dense": 2, "blocks": 2, "norm": 2}
     assert even.copies(1) == {"dense": 2, "blocks": 2}

@@ -190,7 +190,7 @@ def _choose_pad(own: Any) -> int | None:
 
 
 def _list_gaps(own: Any, path: Path) -> Iterator[Problem]:
-    """What a config.json lacks for texts that have one label each."""
+    """The problems of a config.json for texts that have one label each."""
     name = f"{SCHEME}:{path}"
     if own.num_labels < 2:
         fix = "name them in order: --classifier.labels A,B"

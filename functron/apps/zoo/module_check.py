@@ -41,7 +41,7 @@ DenseLoss = Callable[[Any, Mapping[str, torch.Tensor], torch.Tensor, torch.Tenso
 
 
 class CheckSettings(NamedTuple):
-    """What a run's gradients depend on, beside its family.
+    """The parts of a run that its gradients depend on, beside its family.
 
     Attributes:
         model: the config of the module.
@@ -59,7 +59,7 @@ class CheckSettings(NamedTuple):
 
 
 class CheckResult(NamedTuple):
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         text: a phrase for the beginning of the run.
