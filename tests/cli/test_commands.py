@@ -104,7 +104,10 @@ def test_a_run_becomes_a_hugging_face_model_and_a_run_that_trains(trained, tmp_p
 @pytest.mark.applications("megatron")
 def test_what_cannot_be_converted(trained, tmp_path, capsys):
     assert main(["convert", str(trained), f"hf:{tmp_path / 'x'}"]) == 2
-    assert "wanted hf:PATH, megatron:PATH, hf-module:PATH, hf-classifier:PATH or" in capsys.readouterr().err
+    assert (
+        "wanted hf:PATH, megatron:PATH, hf-module:PATH, hf-classifier:PATH or"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("words", [["--source", "hf:/x"], ["--source=hf:/x"], ["--source.x", "1"]])
