@@ -29,6 +29,7 @@ MEGATRON, ZOO = map(pytest.mark.applications, ("megatron", "zoo"))
 ALWAYS = [
     "model",
     "module",  # the options of its table are checked where it is opened
+    "classifier",
     "data",
     "tokenizer",
     "format",
