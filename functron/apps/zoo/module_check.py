@@ -23,7 +23,7 @@ import torch
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems
 from functron.models.family import Family, family_of
-from functron.models.options import ModelOptions
+from functron.models.options import ModelOptions, Remat
 from functron.nn import IGNORE_INDEX
 from functron.partitioning.comparison import advise, find_differences
 from functron.spmd import DATA_AXES, Mesh, P
@@ -54,7 +54,7 @@ class CheckSettings(NamedTuple):
     model: Any
     mesh: Mesh
     fsdp: tuple[str, ...]
-    remat: str
+    remat: Remat
     stream: P
 
 
