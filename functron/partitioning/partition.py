@@ -252,7 +252,7 @@ class Partitioned(MappedFunction):
     def __init__(self, fn, mesh, in_specs, out_specs, given, check, donate):
         self._settings, (self._constraints, self._policies), self._attention = given
         self.fn, self._given = fn, tree.map(lambda spec: spec, out_specs, is_leaf=is_spec)
-        # the shapes that were compared; None: nobody asks
+        # the shapes that were compared; None: none are to be
         self._compared: set[Any] | None = set() if check == "gradients" else None
         self._plans: dict[Any, FunctionPlan] = {}
         self._last: FunctionPlan | None = None

@@ -383,7 +383,7 @@ def _compare(name: str, call: Call, specs: Sequence[P], ways: Sequence[str]) -> 
 
 
 REFUSED = {"polygamma_", "index_fill_"}
-"""What partition refuses: torch has no such operation out of place, or a gradient by numbers."""
+"""Refusals of partition: torch has no such operation out of place, or a gradient by numbers."""
 
 
 def _splits() -> list[P]:

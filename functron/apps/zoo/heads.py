@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -27,12 +27,15 @@ from torch.nn import functional as F
 from functron import partitioning
 from functron.apps.zoo.module_trial import drops_out, try_training
 from functron.apps.zoo.modules import (
+    OwnWeights,
+    drop_weights,
+    dropout_inputs,
+    fixed_problems,
     flatten,
     nest,
     place_buffers,
     read_rules,
     rule_problems,
-    trained_weights,
 )
 from functron.core import tree
 from functron.core.errors import Problem, on_hub, raise_problems, refuse
@@ -46,7 +49,6 @@ from functron.models.family import Family, Objective
 from functron.models.options import DEFAULTS, Batch, ModelOptions, num_targets, require
 from functron.program.recorder import aside
 from functron.spmd import DATA_AXES, BoundMesh, Mesh, P, Rules
-from functron.spmd import collectives as lax
 from functron.spmd.axes import Scope, enter, scope
 from functron.spmd.params import ParamDef
 
@@ -89,16 +91,7 @@ class ClassifierConfig(TextConfig):
     dropouts: Literal["on", "off"] = "on"
 
     def __post_init__(self):
-        found = [
-            Problem(
-                f"classifier.{name}", str(got), f"{wanted}: it is the model's own", "leave it out"
-            )
-            for name, got, wanted in (
-                ("vocab_multiple", self.vocab_multiple, 1),
-                ("dropout", self.dropout, 0.0),
-            )
-            if got != wanted
-        ]
+        found = [*fixed_problems(self, "classifier", "model")]
         names = self.label_names
         if self.labels and (len({*names}) < max(len(names), 2) or "" in names):
             wanted = "two names or more, each once, separated by commas"
@@ -224,20 +217,20 @@ def open_classifier(config: ClassifierConfig, device: str = "cpu") -> OpenedClas
 @functools.lru_cache(4)
 def _open_on(origin: str, labels: str, dtype: torch.dtype, device: str) -> OpenedClassifier:
     with aside(), enter(Scope()), torch.enable_grad():
-        module = build_classifier(ClassifierConfig(origin=origin, labels=labels))
+        module = _build_named(origin, labels, 0)
         differs, undrawn = try_training(module, _call_plainly, lambda x: module(input_ids=x).logits)
+        drop_weights(module)
         place_buffers(module, dtype, device)
         (fn, params), (train, _) = (
             partitioning.from_module(module, train=x) for x in (False, True)
         )
-        shapes = {name: torch.empty_like(x, device="meta") for name, x in params.items()}
         own = module.config
         names = tuple(str(own.id2label[number]) for number in range(own.num_labels))
         one, other = (functools.partial(_call_masked, each) for each in (fn, train))
         most = getattr(own, "max_position_embeddings", None)
         drops = differs or any(map(drops_out, module.modules()))
         return OpenedClassifier(
-            one, other, shapes, names, own.pad_token_id, own.vocab_size, most, drops,
+            one, other, params, names, own.pad_token_id, own.vocab_size, most, drops,
             undrawn if drops else "",
         )  # fmt: skip
 
@@ -254,33 +247,8 @@ def _call_plainly(fn: Callable, params, tokens: Tensor, *, router: bool, **more:
 # --- the parameters
 
 
-@dataclass(frozen=True)
-class ClassifierWeights:
-    """The initial values of a parameter: the folder's, or of a random head.
-
-    All are made together, of one key; each is handed out once.
-    """
-
-    config: ClassifierConfig
-    name: str
-    joint: bool = field(default=True, init=False)
-
-    def __call__(self, key, shape, dtype, index=None) -> Tensor:
-        given = self.config.origin, self.config.labels, int(key[0]) << 32 | int(key[1])
-        values = _own_weights(*given)
-        if self.name not in values:  # it was handed out before
-            _own_weights.cache_clear()
-            values = _own_weights(*given)
-        value = values.pop(self.name)
-        for dim, rows in enumerate(index or ()):
-            value = value if rows is None else value.index_select(dim, rows.to(value.device))
-        return value.to(key.device, dtype, copy=True)
-
-
-@functools.lru_cache(1)
-def _own_weights(origin: str, labels: str, seed: int) -> dict[str, Tensor]:
-    module = build_classifier(ClassifierConfig(origin=origin, labels=labels), seed % 2**63)
-    return {name: value.detach() for name, value in trained_weights(module).items()}
+def _build_named(origin: str, labels: str, seed: int) -> Any:
+    return build_classifier(ClassifierConfig(origin=origin, labels=labels), seed)
 
 
 def defs(config: ClassifierConfig) -> dict:
@@ -288,7 +256,10 @@ def defs(config: ClassifierConfig) -> dict:
     found = {}
     for name, value in open_classifier(config).params.items():
         axes = tuple(f"{name}:{dim}" for dim in range(value.dim()))
-        init, decay = ClassifierWeights(config, name), value.dim() > 1
+        init, decay = (
+            OwnWeights(_build_named, (config.origin, config.labels), name),
+            value.dim() > 1,
+        )
         found[name] = ParamDef(tuple(value.shape), axes, init, config.torch_dtype, decay)
     return nest(found)
 
@@ -372,13 +343,7 @@ def loss(
 
     Collectives: of `ModelOptions.gather`, and those that `functron.partition` derives.
     """
-    more = {}
-    if key is not None and draws(config):
-        rows = batch.get("rows")
-        if rows is None:
-            tokens = batch["tokens"]
-            rows = lax.global_index(len(tokens), DATA_AXES, device=tokens.device)
-        more = {"key": key, "rows": rows}
+    more = dropout_inputs(batch, key) if draws(config) else {}
     return _sum_over_texts(config, params, batch, options, "loss", more)
 
 

@@ -39,16 +39,10 @@ def describe_values(
         return {name: one.expand(tuple(shape)) for name, shape in shapes.items()}
 
 
-def describe_tokens(rows: int, seq: int, device: str) -> Tensor:
-    """A batch of tokens that takes no memory."""
-    with aside():
-        return torch.zeros((), dtype=torch.int64, device=device).expand(rows, seq)
-
-
 def describe_inputs(
     inputs: Sequence[tuple[str, torch.dtype, int]], sizes: tuple[int, int], device: str
 ) -> dict[str, Tensor]:
-    """Inputs of a batch besides its tokens, that take no memory.
+    """Inputs of a batch that take no memory.
 
     Args:
         inputs: of each the name, dtype and number of dims: a key has two numbers, others begin with

@@ -98,16 +98,8 @@ class ModuleConfig(TextConfig):
     check: Literal["gradients", "off"] = "gradients"
 
     def __post_init__(self):
-        found = [
-            Problem(f"module.{name}", str(got), f"{wanted}: it is the module's own", "leave it out")
-            for name, got, wanted in (
-                ("vocab_multiple", self.vocab_multiple, 1),
-                ("dropout", self.dropout, 0.0),
-            )
-            if got != wanted
-        ]
-        found += [*choice_problems(self), *rule_problems(self.rules)]
-        raise_problems("invalid ModuleConfig", found)
+        found = [*fixed_problems(self, "module"), *choice_problems(self)]
+        raise_problems("invalid ModuleConfig", [*found, *rule_problems(self.rules)])
 
     def introduce(self, run: Any) -> Iterator[str]:
         """Whether gradients were compared, among the first lines of a run."""
@@ -117,6 +109,14 @@ class ModuleConfig(TextConfig):
         """Compares gradients before the first step; nothing is done in others."""
         if self.check == "gradients":
             check_first(session, _sum_own_losses)
+
+
+def fixed_problems(config: TextConfig, table: str, owner: str = "module") -> Iterator[Problem]:
+    """Settings of all models of text that a model has by itself; `table` is that of its config."""
+    for name, wanted in (("vocab_multiple", 1), ("dropout", 0.0)):
+        if (got := getattr(config, name)) != wanted:
+            told = f"{wanted}: it is the {owner}'s own"
+            yield Problem(f"{table}.{name}", str(got), told, "leave it out")
 
 
 # --- the module
@@ -272,7 +272,7 @@ def _open_once(origin: str) -> OpenedModule:
         linears = find_linears(
             module, lambda: call(lambda _, *x, **y: module(*x, **y), {}, tokens, router=False)
         )
-        _drop_weights(module)
+        drop_weights(module)
         _, params = partitioning.from_module(module)
         linears = {name: dim for name, dim in linears.items() if f"{name}.weight" in params}
         limits = (getattr(getattr(module, "config", None), "max_position_embeddings", None),
@@ -318,7 +318,7 @@ def place_buffers(module: torch_nn.Module, dtype: torch.dtype, device: str) -> N
         vars(inner).update(held)
 
 
-def _drop_weights(module: torch_nn.Module) -> None:
+def drop_weights(module: torch_nn.Module) -> None:
     """Leave abstract parameters in place of real ones, tied as they were.
 
     Those that require no gradient become buffers: the module keeps them as they are.
@@ -414,20 +414,23 @@ class OwnWeights:
     only until they are.
 
     Attributes:
+        build: ``(*given, seed)`` to the module.
+        given: its first arguments.
         inputs: of the matrix of a linear layer, the dim of its inputs (`functron.lora`).
     """
 
-    config: ModuleConfig
+    build: Callable[..., torch_nn.Module]
+    given: tuple[str, ...]
     name: str
     inputs: int | None = None
     joint: bool = field(default=True, init=False)
 
     def __call__(self, key, shape, dtype, index=None) -> Tensor:
         seed = int(key[0]) << 32 | int(key[1])
-        values = _own_weights(self.config.origin, seed)
+        values = _own_weights(self.build, self.given, seed)
         if self.name not in values:  # it was handed out before
             _own_weights.cache_clear()
-            values = _own_weights(self.config.origin, seed)
+            values = _own_weights(self.build, self.given, seed)
         value = values.pop(self.name)
         for dim, rows in enumerate(index or ()):
             value = value if rows is None else value.index_select(dim, rows.to(value.device))
@@ -435,8 +438,8 @@ class OwnWeights:
 
 
 @functools.lru_cache(1)
-def _own_weights(origin: str, seed: int) -> dict[str, Tensor]:
-    module = build_module(origin, seed % 2**63)
+def _own_weights(build: Callable, given: tuple[str, ...], seed: int) -> dict[str, Tensor]:
+    module = build(*given, seed % 2**63)
     return {name: value.detach() for name, value in trained_weights(module).items()}
 
 
@@ -452,7 +455,7 @@ def defs(config: ModuleConfig) -> dict:
     for name, value in opened.params.items():
         axes = tuple(f"{alike[name]}:{dim}" for dim in range(value.dim()))
         decay = value.dim() > 1
-        init = OwnWeights(config, name, inputs.get(name))
+        init = OwnWeights(build_module, (config.origin,), name, inputs.get(name))
         found[name] = ParamDef(tuple(value.shape), axes, init, config.torch_dtype, decay)
     return nest(found)
 
@@ -461,11 +464,7 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by names with dots as a tree with a level for each part of a name."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        *above, last = name.split(".")
-        level = found
-        for part in above:
-            level = level.setdefault(part, {})
-        level[last] = value
+        tree.put_leaf(found, name.replace(".", "/"), value)
     return found
 
 
@@ -726,12 +725,17 @@ def _find_more_inputs(config: ModuleConfig, batch: Batch, key: Tensor | None) ->
     """Inputs of the loss besides tokens and targets: of packed documents, and for dropout."""
     more = {name: batch[name] for name in ("positions", "segments") if name in batch}
     raise_problems("this module cannot be packed", [*_packing_problems(config)] if more else [])
-    if key is None or not draws(config):
-        return more
-    rows = batch.get("rows")
+    return more | (dropout_inputs(batch, key) if draws(config) else {})
+
+
+def dropout_inputs(batch: Batch, key: Tensor | None) -> dict[str, Tensor]:
+    """The inputs by which dropout of a batch is drawn; none without a key."""
+    if key is None:
+        return {}
+    tokens, rows = batch["tokens"], batch.get("rows")
     if rows is None:
-        rows = lax.global_index(len(batch["tokens"]), DATA_AXES, device=batch["tokens"].device)
-    return more | {"key": key, "rows": rows}
+        rows = lax.global_index(len(tokens), DATA_AXES, device=tokens.device)
+    return {"key": key, "rows": rows}
 
 
 @functools.lru_cache(64)
@@ -812,8 +816,9 @@ def _cut_loss(
     shapes = {name: tuple(value.shape) for name, value in opened.params.items()}
     shapes |= shape_adapters(adapted, shapes, rank)
     params = module_layers.describe_values(shapes, config.torch_dtype, device)
-    tokens = module_layers.describe_tokens(*sizes, device)
-    described = module_layers.describe_inputs(more, sizes, device)
+    inputs = (("tokens", torch.int64, 2), *more)
+    described = module_layers.describe_inputs(inputs, sizes, device)
+    tokens = described.pop("tokens")
     numbered = opened.layers.replace(r"\d+$", r"(\d+)(?=$|[/.])")
     with aside(), enter(Scope()):
         return partitioning.cut_layers(
@@ -890,8 +895,7 @@ def _find_adapted(
     held = flatten(params)
     adapted = list_adapted(held)
     if options.adapters is not None:
-        every = lora.lora_defs(defs(config), options.adapters)
-        return list_adapted(flatten(every)), options.adapters.rank
+        return _list_targets(config, options.adapters), options.adapters.rank
     if not adapted:
         return (), 0
     if mesh["tp"] > 1 and not (part.embed and part.loss):
@@ -899,6 +903,11 @@ def _find_adapted(
         fix = "ModelOptions(adapters=LoRA(...)), as lora_defs was given"
         refuse("a module in stages over tp", "options.adapters", got, wanted, fix)
     return adapted, held[f"{adapted[0]}.{lora.LORA}.a"].shape[1]
+
+
+@functools.lru_cache(32)
+def _list_targets(config: ModuleConfig, adapters: lora.LoRA) -> tuple[str, ...]:
+    return list_adapted(flatten(lora.lora_defs(defs(config), adapters)))
 
 
 @functools.lru_cache(32)

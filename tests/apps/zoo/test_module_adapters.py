@@ -154,7 +154,7 @@ def test_what_is_no_layer_is_refused(tmp_path):
 
 
 def test_stages_plan_with_the_additions_of_all(tmp_path):
-    """What crosses to a stage depends on the additions there, which the one before has to know."""
+    """The values that cross to a stage depend on the additions there, which the one before has to know."""
     origin = write_folder("cohere", tmp_path)
     given: dict[str, Any] = {"lora_rank": 3, "microbatches": 2, "learning_rate__peak": 0.05}
     cut: dict[str, Any] = {"mesh": "pp=2,tp=2", "sequence_parallel": True}

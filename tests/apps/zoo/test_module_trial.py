@@ -1,4 +1,4 @@
-"""What modules are given besides tokens: keys of dropout, and the places of packed documents."""
+"""Inputs of modules besides tokens: keys of dropout, and the places of packed documents."""
 
 from __future__ import annotations
 
