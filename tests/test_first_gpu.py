@@ -80,6 +80,7 @@ def test_numbers_that_are_wrong_are_told_from_what_breaks(tmp_path, monkeypatch,
     assert "| conformance | another | failed | ZeroDivisionError: division by zero |" in said
 
 
+@pytest.mark.full
 def test_a_session_of_pytest_in_rows(tmp_path):
     (tmp_path / "test_some.py").write_text(
         "import pytest\ndef test_good(): pass\ndef test_wrong(): assert 1 == 2\n"

@@ -65,7 +65,13 @@ def test_is_short_and_says_on_which_ranks_it_runs(name):
     assert code[0].startswith("mesh = ft.Mesh(")
 
 
-@pytest.mark.parametrize("name", NAMES)
+LONG = "dit"
+"""Trains for seconds: with ``--full`` alone."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.full) if x == LONG else x for x in NAMES]
+)
 def test_equals_the_same_without_ranks(name, on_mesh):
     there = on_mesh(name)
     assert re.search(r"\d\.\d", there["printed"])
@@ -73,7 +79,14 @@ def test_equals_the_same_without_ranks(name, on_mesh):
     close(there["result"], alone["result"])
 
 
-@pytest.mark.parametrize("name", ["differential_attention", "mixture_of_depths", "dit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "differential_attention",
+        "mixture_of_depths",
+        pytest.param(LONG, marks=pytest.mark.full),
+    ],
+)
 def test_learns(name, on_mesh):
     losses = on_mesh(name)["result"]
     assert losses[-1] < 0.8 * losses[0]

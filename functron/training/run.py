@@ -48,8 +48,8 @@ from functron.training.loop import At, LoopHook, Request, close_with, end_proces
 from functron.training.records import Reporter
 from functron.training.resume import restore_state
 from functron.training.rooms import LearnedRoom, with_rooms
-from functron.training.setup import RunSetup, Watch, make_setup, offload_problems
-from functron.training.step import State
+from functron.training.setup import RunSetup, make_setup, offload_problems
+from functron.training.step import State, Watch
 from functron.training.tasks import Scores, make_language_model, score_tasks
 
 

@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -68,6 +68,7 @@ from functron.training.dealing import Dealer, by_signature, make_dealer, split_d
 from functron.training.rooms import is_too_full
 from functron.training.step import (
     State,
+    Watch,
     grad_norm_of,
     init_state,
     layer_norms,
@@ -88,51 +89,6 @@ from functron.transforms import (
     with_targets,
     without_targets,
 )
-
-
-@dataclass(frozen=True)
-class Watch:
-    """A training step that also measures layers, and how often it replaces the usual step.
-
-    It is a program of its own, so the other steps cost nothing more.
-
-    Attributes:
-        step: ``(state, batch) -> (state, metrics)``; metrics have ``layers``, norms by layer
-            (see `functron.make_step`), and of a GPT ``aux`` with ``stream`` of `gpt.Details`.
-        every: it is taken at the first step, and at multiples of this one.
-        names: the layers of the norms, in order.
-        stream: the layers of the residual stream's sizes, in order; empty: not measured.
-    """
-
-    step: Callable
-    every: int
-    names: Sequence[str]
-    stream: Sequence[str] = ()
-
-    def due(self, index: int) -> bool:
-        """Whether step `index` (from 0) is measured."""
-        return index == 0 or (index + 1) % self.every == 0
-
-    def layers(self, metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """The measurements of a step by layer, as Python numbers.
-
-        Returns:
-            For each layer of a stack (``blocks/3``) and each other entry of the parameters
-            (``embed``): ``param_norm``, the 2-norm of its parameters before the update;
-            ``grad_norm``, that of their gradients before clipping; and ``activation_rms``, the root
-            mean square over the batch of the residual stream after the layer, or after the
-            embedding. What does not exist is left out.
-        """
-        found: dict[str, dict[str, float]] = {name: {} for name in (*self.names, *self.stream)}
-        for what, values in metrics["layers"].items():
-            for name, value in zip(self.names, values.tolist(), strict=True):
-                found[name][what] = value
-        if self.stream:
-            said = metrics["aux"]["stream"]
-            squares = (said["squares"].double() / said["count"]).tolist()
-            for name, value in zip(self.stream, squares, strict=True):
-                found[name]["activation_rms"] = math.sqrt(value)
-        return found
 
 
 @dataclass(frozen=True, eq=False)

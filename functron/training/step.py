@@ -8,8 +8,9 @@ wrappers); each measurement is a plain function, a `Metric`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -247,6 +248,51 @@ def layer_norms(layers: optim.Layers, mask: tree.Tree = True) -> Metric:
         return {"layers": optim.norms_by_layer(both, layers, seen.copies)}
 
     return _NormMetric(metric)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A training step that also measures layers, and how often it replaces the usual step.
+
+    It is a program of its own, so the other steps cost nothing more.
+
+    Attributes:
+        step: ``(state, batch) -> (state, metrics)``; metrics have ``layers``, norms by layer
+            (see `make_step`), and of a GPT ``aux`` with ``stream`` of `gpt.Details`.
+        every: it is taken at the first step, and at multiples of this one.
+        names: the layers of the norms, in order.
+        stream: the layers of the residual stream's sizes, in order; empty: not measured.
+    """
+
+    step: Callable
+    every: int
+    names: Sequence[str]
+    stream: Sequence[str] = ()
+
+    def due(self, index: int) -> bool:
+        """Whether step `index` (from 0) is measured."""
+        return index == 0 or (index + 1) % self.every == 0
+
+    def layers(self, metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+        """The measurements of a step by layer, as Python numbers.
+
+        Returns:
+            For each layer of a stack (``blocks/3``) and each other entry of the parameters
+            (``embed``): ``param_norm``, the 2-norm of its parameters before the update;
+            ``grad_norm``, that of their gradients before clipping; and ``activation_rms``, the root
+            mean square over the batch of the residual stream after the layer, or after the
+            embedding. What does not exist is left out.
+        """
+        found: dict[str, dict[str, float]] = {name: {} for name in (*self.names, *self.stream)}
+        for what, values in metrics["layers"].items():
+            for name, value in zip(self.names, values.tolist(), strict=True):
+                found[name][what] = value
+        if self.stream:
+            said = metrics["aux"]["stream"]
+            squares = (said["squares"].double() / said["count"]).tolist()
+            for name, value in zip(self.stream, squares, strict=True):
+                found[name]["activation_rms"] = math.sqrt(value)
+        return found
 
 
 def _check_tensors(of: str, given: Any) -> None:

@@ -55,8 +55,7 @@ from functron.training.run import (
     memory_hook,
     torch_settings,
 )
-from functron.training.setup import Watch
-from functron.training.step import State
+from functron.training.step import State, Watch
 from functron.training.tasks import TASKS
 
 

@@ -146,6 +146,7 @@ def test_a_rank_killed_during_a_save_ends_the_job_soon(tmp_path):
     assert seconds < 20  # 31 where nothing but the launcher's SIGKILL ends it
 
 
+@pytest.mark.full
 @pytest.mark.applications("guard")  # which watches otherwise
 def test_a_rank_that_hangs_ends_the_job_after_the_timeout_where_nothing_watches(torchrun, tmp_path):
     script = tmp_path / "failing.py"

@@ -85,7 +85,9 @@ def test_a_cable_that_is_cut_is_named_on_both_sides(hosts, tmp_path):
     assert (event["kind"], event["reason"], event["axis"]) == ("hang", "connection", "dp")
 
 
-@pytest.mark.parametrize("dies", [0, 1])  # that of rank 0, where launchers meet, or the other one
+@pytest.mark.parametrize(
+    "dies", [0, pytest.param(1, marks=pytest.mark.full)]
+)  # that of rank 0, where launchers meet, or the other one
 def test_a_machine_whose_processes_die_ends_the_other(hosts, tmp_path, dies):
     out = tmp_path / "run"
     launched = hosts.launch("train", *SMALL, *WATCHED, "--mesh", "dp=2,tp=2", "--out", out)
@@ -101,6 +103,7 @@ def test_a_machine_whose_processes_die_ends_the_other(hosts, tmp_path, dies):
 RATE = 20_000_000  # bits per second, of a slow cable
 
 
+@pytest.mark.full
 @pytest.mark.applications("planner")
 def test_a_slow_cable_is_measured(hosts, tmp_path):
     hosts.slow(RATE)

@@ -123,6 +123,7 @@ def test_going_on_with_other_ranks(runs, tmp_path):
     assert losses[2] == pytest.approx(losses[0], rel=1e-10)
 
 
+@pytest.mark.full
 def test_export_plan_and_trace(runs, tmp_path, capsys):
     run, out = str(runs / "uneven"), tmp_path / "hub"
     assert main(["convert", f"run:{run}", f"hf:{out}"]) == 0

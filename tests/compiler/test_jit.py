@@ -240,6 +240,7 @@ def test_what_tracing_refuses_names_the_line():
     assert torch.equal(eager(writes, donate=0)(X.clone()), (X + 1) * 2)
 
 
+@pytest.mark.full
 def test_torch_compile_names_jit_where_it_stops_and_is_right_where_it_may_stop():
     mapped = ft.shard_map(lambda x: lax.psum(x, "dp"), Mesh(dp=2), P("dp"), P())
 

@@ -207,7 +207,12 @@ def test_composition(model, mesh, parallel, experts):
     assert_equal(*run(weights, data, key), value, grads)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(
+    of=lambda model, mesh, parallel, experts, how: [
+        {"model": model, "how": how},
+        {"place": (str(mesh), parallel, experts), "compiled": how == "compiled"},
+    ]
+)
 @pytest.mark.parametrize("how", ["eager", "compiled", "remat"])
 @pytest.mark.parametrize(("mesh", "parallel", "experts"), TWO_HOP_PLACES, ids=str)
 @pytest.mark.parametrize("model", TWO_HOP)

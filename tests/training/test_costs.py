@@ -86,7 +86,7 @@ def test_trace_shows_pipelines(capsys):
         pytest.param("tiny", "step", marks=pytest.mark.full),
         ("tiny", "use"),
         pytest.param("mixtral-tiny", "use", marks=pytest.mark.full),
-        ("deepseek-v3-tiny", "step"),
+        pytest.param("deepseek-v3-tiny", "step", marks=pytest.mark.full),
     ],
 )
 def test_layouts_by_cost_count_all_that_stages_compute(model, gather):

@@ -36,7 +36,13 @@ def test_no_rank_goes_on_with_one_that_was_interrupted(torchrun, request):
     assert said.count(" ends") == 2 * len(interrupts.ON_RANKS), said
 
 
-@pytest.mark.parametrize("way", interrupts.WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=pytest.mark.full) if way == "pipeline" else way
+        for way in interrupts.WAYS
+    ],
+)
 def test_a_state_of_which_copies_are_given_is_always_whole(way, request):
     full = request.config.getoption("--full")
     with debug.snapshot_donated():

@@ -134,7 +134,12 @@ def wide():
 
 @pytest.mark.parametrize(
     ("mesh", "fields"),
-    [("", {}), ("dp=2,tp=2", SPLIT), ("fsdp=2", {"zero": 2}), ("pp=2", {"schedule": "zb-h1"})],
+    [
+        pytest.param("", {}, marks=pytest.mark.full),
+        ("dp=2,tp=2", SPLIT),
+        ("fsdp=2", {"zero": 2}),
+        ("pp=2", {"schedule": "zb-h1"}),
+    ],
 )
 def test_float16_leaves_out_what_overflows_and_trains(wide, mesh, fields):
     """As in float32, but for the first steps; a state that ranks disagree on is refused."""

@@ -205,7 +205,7 @@ def compiled_factors(name, row, skew):
     return [{"name": name}, {"row": row}, {"skew": skew}]
 
 
-FEW = (1, 4, 8)
+FEW = (1, 8)
 """The rows that are compiled without --full: tracing takes seconds."""
 
 

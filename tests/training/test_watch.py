@@ -15,7 +15,8 @@ from functron.program.trace import trace
 from functron.spmd.params import init_params
 from functron.training.checks import validate
 from functron.training.config import configure
-from functron.training.setup import Watch, make_setup
+from functron.training.setup import make_setup
+from functron.training.step import Watch
 from tests.models.test_moe_composition import DEEPSEEK
 
 BATCH, SEQ, VOCAB = 8, 16, 24

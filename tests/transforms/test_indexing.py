@@ -113,7 +113,12 @@ def expected(case):
         return jax.tree.map(np.asarray, jax.jit(program)(X, U, INDICES, V))
 
 
-@pytest.mark.pairwise
+def factors(case, context, life):
+    """Each case simulated and otherwise, in any context, and each context in each life."""
+    return [{"case": case, "simulated": life == "simulated"}, {"context": context, "life": life}]
+
+
+@pytest.mark.pairwise(of=factors)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("life", LIVES)

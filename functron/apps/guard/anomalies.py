@@ -43,8 +43,7 @@ from functron.training.records import read
 if TYPE_CHECKING:
     from functron.training.config import TrainConfig
     from functron.training.run import Job, Run, Session
-    from functron.training.setup import Watch
-    from functron.training.step import State
+    from functron.training.step import State, Watch
 
 Record = Mapping[str, Any]
 

@@ -193,6 +193,7 @@ def test_a_run_that_goes_on_leaves_out_the_same_samples(rolled, text, tmp_path, 
     assert "anomalies.skipped_samples: got 0:8; wanted" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_ranks_go_back_together(rolled, text, tmp_path, in_processes):
     out = tmp_path / "run"

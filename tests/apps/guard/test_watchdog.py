@@ -271,6 +271,7 @@ def test_a_rank_that_compiles_longer_than_others_wait_does_not_hang(torchrun, tm
     assert told.count("waits [60.0, 60.0]") == 4, told
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_rank_that_stops_in_a_step_that_compiles_is_named(torchrun, tmp_path):
     out = tmp_path / "run"

@@ -998,6 +998,7 @@ def test_no_process_is_left():
         assert_works(mine)
 
 
+@pytest.mark.full
 def test_ranks_import_what_the_notebook_imports(ranks, tmp_path):
     """Not what lies in the folder that they begin in."""
     (tmp_path / "functron").mkdir()
@@ -1038,6 +1039,7 @@ def wait_until_gone(pids):
     assert not any(map(is_running, pids))
 
 
+@pytest.mark.full
 def test_no_process_is_left_when_the_notebook_is_killed_as_it_starts():
     notebook = subprocess.Popen([sys.executable, "-c", NOTEBOOK], stdout=subprocess.DEVNULL)
     while len(pids := find_children(notebook.pid)) < 2:
@@ -1362,6 +1364,7 @@ def die_at_three(x):
     return lax.psum(x, "dp") * 0 + x + 1
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_in_a_call_that_is_not_waited_for():
     with MESH.start("cpu") as mine:
         f = ft.shard_map(die_at_three, mine, P("dp"), P("dp"), check=False)
