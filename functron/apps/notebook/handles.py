@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch
 
 from functron.apps.notebook.processes import RESTART, RankError
 from functron.apps.notebook.shipping import Packed, dump
-from functron.apps.notebook.worker import Call, ResultSlot, TensorMeta, is_slot
+from functron.apps.notebook.worker import ResultSlot, TensorMeta, is_slot
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
 from functron.spmd import Mesh, P
@@ -292,6 +291,10 @@ class Plan:
     Attributes:
         arguments: the number by which ranks know their structure.
         specs: of each leaf.
+        windows: of tensors among them: the parts that differ, and the one of each rank; None: they
+            are padded.
+        num_bytes: of these tensors.
+        deferred: which leaves ranks make.
         moves: of handles that are split in another way.
         consumed: which handles among the leaves are given up.
         paths: of the leaves.
@@ -299,11 +302,15 @@ class Plan:
         plain: whether leaves are tensors, or are made by ranks.
         results: how these become handles, by the number that ranks give their structure.
         known: the results there were; None: they vary, or cannot be known.
+        shared: what ranks are told of calls that expect these, in bytes.
         seconds: that the last call took.
     """
 
     arguments: int
     specs: list[P | None]
+    windows: dict[int, tuple[list[tuple], list[int]] | None]
+    num_bytes: int
+    deferred: list[int]
     moves: dict[int, tuple[P, P]]
     consumed: list[int]
     paths: list[str]
@@ -311,6 +318,7 @@ class Plan:
     plain: bool
     results: dict[int, tuple[list, tree.Structure]] = field(default_factory=dict)
     known: KnownResults | None = None
+    shared: tuple[Any, bytes] = (), b""
     seconds: float = math.inf
 
 
@@ -390,18 +398,17 @@ def find_twin(handle: Handle, number: int, dead: Sequence[int]) -> int | None:
 
 def cut(value: torch.Tensor, spec: P, mesh: Mesh) -> list[Packed]:
     """The shards of a tensor, in the order of ranks."""
-    whole = Packed.of(value)
-    if not sharding.spec_axes(spec):
-        return [whole] * mesh.size
-    made: dict[tuple, Packed] = {}
-    windows = sharding.windows(tuple(value.shape), spec, mesh)
-    for rank, window in enumerate(windows):
-        if window not in made and sharding.is_uneven(spec):
-            place = mesh.coordinate(rank)
-            made[window] = Packed.of(sharding.shard(value, spec, mesh, place))
-        elif window not in made:
-            made[window] = whole.part(window)
-    return [made[window] for window in windows]
+    if not sharding.is_uneven(spec):
+        whole = Packed.of(value)
+        windows = sharding.windows(tuple(value.shape), spec, mesh)
+        return [whole.part(each) for each in make_slices(windows)]
+    places = map(mesh.coordinate, range(mesh.size))
+    return [Packed.of(sharding.shard(value, spec, mesh, place)) for place in places]
+
+
+def make_slices(windows: Sequence[tuple]) -> list[tuple]:
+    """Indices of parts, of which each is given by its ends in all dims."""
+    return [(*[slice(*ends) for ends in window], ...) for window in windows]
 
 
 def join_parts(
@@ -429,42 +436,36 @@ def join_parts(
 
 
 def deal(
-    call: Call, consumed: Sequence[int], before: Sequence[tuple[str, tuple]], size: int
+    shared: bytes, leaves: list, first: int, before: Sequence[tuple[str, tuple]], size: int
 ) -> dict[int, list[tuple[str, tuple]]]:
-    """The requests of each rank that end with a call: what all are sent is pickled once.
+    """The requests of each rank that end with a call.
 
     Args:
-        call: its leaves are the same for all ranks, or a list or dict by rank.
-        consumed: which leaves are given up.
+        shared: see `functron.apps.notebook.worker.Worker.call`; and `first`.
+        leaves: the same for all ranks, or a list or dict by rank.
         before: the requests before the call.
         size: how many ranks there are.
     """
-    leaves = call.leaves
     differ = [i for i, leaf in enumerate(leaves) if type(leaf) is list or type(leaf) is dict]
-    by_rank = {i: leaves[i] for i in differ}
-    gone = call.consumed if not by_rank.keys().isdisjoint(consumed) else None
-    if by_rank:
-        leaves = [None if i in by_rank else leaf for i, leaf in enumerate(leaves)]
-        call = call._replace(leaves=leaves, consumed=[] if gone else call.consumed)
-    shared = pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
-    if not by_rank:
-        requests = [*before, ("call", (shared, {}, None))]
+    if not differ:
+        requests = [*before, ("call", (shared, leaves, first))]
         return dict.fromkeys(range(size), requests)
     calls = {}
     for rank in range(size):
-        own = {i: for_rank(leaf, rank) for i, leaf in by_rank.items()}
-        mine = gone and [for_rank(each, rank) for each in gone]
-        calls[rank] = [*before, ("call", (shared, own, mine))]
+        own = leaves.copy()
+        for i in differ:
+            own[i] = for_rank(leaves[i], rank)
+        calls[rank] = [*before, ("call", (shared, own, first))]
     return calls
 
 
-def kind_of(leaf: Any) -> Any:
-    """The part of a leaf that a plan depends on."""
-    if isinstance(leaf, Handle):
-        return leaf._kind
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype
-    return type(leaf)
+def list_kinds(leaves: Sequence[Any]) -> tuple:
+    """The parts of leaves that a plan depends on."""
+    return tuple([leaf._kind if type(leaf) is Handle else _kind_of(leaf) for leaf in leaves])
+
+
+def _kind_of(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
 def find_rows(

@@ -7,6 +7,7 @@ ends. Output comes into the cell line by line, once where all ranks say the same
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import linecache
 import os
@@ -27,8 +28,8 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Listener
 from typing import Any, NamedTuple
 
-from functron.apps.notebook.shipping import load
-from functron.apps.notebook.worker import Answer, Failure, Hello, WorkerPlace
+from functron.apps.notebook.shipping import load, receive_message, send_message
+from functron.apps.notebook.worker import Answer, Failure, Hello, WorkerPlace, read_answers
 from functron.core.errors import refuse
 from functron.spmd.flight import list_ranks
 from functron.spmd.mesh import listen_for_ranks
@@ -54,6 +55,8 @@ _LOOK_SECONDS = 0.25
 _MERGE_SECONDS = 0.3  # for which a line waits for the same one of other ranks
 
 
+_signal: Any = importlib.import_module("_signal")
+"""`signal` without its enumerations, which cost more than the call does."""
 _NEWLINE = "\n"
 RESTART = "ranks.restart()"
 _FOLLOWS = ("LostRanksError", "DistBackendError", "HostError", "KeyboardInterrupt")
@@ -142,6 +145,14 @@ class Hosts:
         host, _, port = self.address.rpartition(":")
         return (host, int(port)) if self.address else (_LOOPBACK, 0)
 
+    def listens(self) -> tuple[str, int] | str:
+        """Where processes connect: a socket of this machine alone, if all ranks are here.
+
+        It costs half of what one of TCP does; of the kind that has no file, which Linux has.
+        """
+        alone = not self.address and sys.platform == "linux"
+        return f"\0functron-{secrets.token_hex(16)}" if alone else self.where()
+
 
 class Processes:
     """The processes of all ranks of a mesh.
@@ -178,6 +189,7 @@ class Processes:
         self.lock = threading.RLock()
         self._interrupt: _Interrupt | None = None
         self._soon: threading.Timer | None = None
+        self._prints = False  # whether ranks have printed what may not all be shown yet
         self._serial = self._known = 0
         self._outstanding: deque[SentRequests] = deque()
 
@@ -188,15 +200,16 @@ class Processes:
             ValueError: they have not the same kind of device.
             RuntimeError: one ended, or did not come in time; with what it printed.
         """
-        key, new = self._token.encode(), dict[int, Rank]()
+        key, new, at = self._token.encode(), dict[int, Rank](), self._hosts.listens()
         with (
             self.alone() as interrupt,
-            Listener(self._hosts.where(), backlog=64, authkey=key) as listener,
+            Listener(at, backlog=64, authkey=key) as listener,
         ):
             try:
                 for number in numbers:
                     if number < self._hosts.num_local:
-                        new[number] = Rank(number, self._spawn(number, listener.address))
+                        found = at if isinstance(at, str) else listener.address
+                        new[number] = Rank(number, self._spawn(number, found))
                 others = [number for number in numbers if number not in new]
                 self._accept(listener, new, others, interrupt)
             except BaseException:
@@ -305,13 +318,13 @@ class Processes:
                     soon.cancel()
                     raise KeyboardInterrupt
             interrupt = self._interrupt = _Interrupt(grace_seconds)
-            before = signal.signal(signal.SIGINT, interrupt.signal) if main else None
+            before = _signal.signal(signal.SIGINT, interrupt.signal) if main else None
             try:
                 yield interrupt
             finally:
                 self._interrupt = None
                 if main:
-                    signal.signal(signal.SIGINT, before)
+                    _signal.signal(signal.SIGINT, before)
         if interrupt.at is not None:
             ident = threading.get_ident()
             self._soon = threading.Timer(_SOON_SECONDS, signal.pthread_kill, (ident, signal.SIGINT))
@@ -360,29 +373,31 @@ class Processes:
     ) -> SentRequests:
         """Ask ranks without waiting for their answers, which `collect` returns; see `ask`.
 
-        Where ranks have others to answer yet, and fail in these, they leave calls of this out.
+        Where ranks have others to answer yet, and fail in these, they leave calls of this out. Only
+        in a block of `alone`.
         """
-        with self.alone() as interrupt:
-            interrupt.since = time.monotonic()
-            for rank in self.living:
-                rank.free += free
-            asked = [rank for rank in self.living if rank.number in requests]
-            self._await_late(asked, interrupt)
-            if interrupt.at is not None and (interruptible or any(rank.late for rank in asked)):
-                late = [rank.number for rank in asked if rank.late]
-                raise InterruptedCallError({}, late, sent=False)
-            self._serial += 1
-            before, data = None, b""
-            for rank in asked:
-                each = requests[rank.number]
-                if before is None or each is not before[0] or rank.free != before[1]:
-                    told = self._serial, self._known, rank.free, list(each)
-                    data = pickle.dumps(told, protocol=5)
-                before, rank.free = (each, rank.free), []
-                self._send(rank, data, interrupt)
-            sent = SentRequests(self._serial, self.generation, asked, interruptible, grace_seconds)
-            self._outstanding.append(sent)
-            return sent
+        interrupt, living = self._interrupt, self.living
+        assert interrupt is not None
+        interrupt.since = time.monotonic()
+        for rank in living:
+            rank.free += free
+        asked = [rank for rank in living if rank.number in requests]
+        self._await_late(asked, interrupt)
+        if interrupt.at is not None and (interruptible or any(rank.late for rank in asked)):
+            late = [rank.number for rank in asked if rank.late]
+            raise InterruptedCallError({}, late, sent=False)
+        self._serial += 1
+        before, data = None, b""
+        for rank in asked:
+            each = requests[rank.number]
+            if before is None or each is not before[0] or rank.free != before[1]:
+                told = self._serial, self._known, rank.free, each
+                data = pickle.dumps(told, protocol=5)
+            before, rank.free = (each, rank.free), []
+            self._send(rank, data, interrupt)
+        sent = SentRequests(self._serial, self.generation, asked, interruptible, grace_seconds)
+        self._outstanding.append(sent)
+        return sent
 
     def collect(self, sent: SentRequests, *, ends: bool = False) -> dict[int, list[Answer]]:
         """The answers to what was sent, the earliest first; see `ask`.
@@ -391,22 +406,23 @@ class Processes:
             sent: of these, the earliest that were not collected.
             ends: whether the ranks are to leave it, as Ctrl-C has them.
         """
-        with self.alone() as interrupt:
-            assert self._outstanding.popleft() is sent
-            interrupt.follow(sent)
-            if ends:
-                interrupt.begin()
-            interrupt.go_on()
-            asked = sent.asked
-            try:
-                answers = self._collect(asked, interrupt)
-            finally:
-                interrupt.ranks, self._known = [], sent.serial
+        interrupt, asked = self._interrupt, sent.asked
+        assert interrupt is not None
+        assert self._outstanding.popleft() is sent
+        interrupt.follow(sent)
+        if ends:
+            interrupt.begin()
+        interrupt.go_on()
+        try:
+            answers = self._collect(asked, interrupt)
+        finally:
+            interrupt.ranks, self._known = [], sent.serial
+        if interrupt.at is not None:
             busy = [rank.number for rank in asked if rank.number not in answers and not rank.died]
             failed = any(answer[-1].failure for answer in answers.values())
-            if interrupt.at is not None and (busy or (sent.interruptible and failed)):
+            if busy or (sent.interruptible and failed):
                 raise InterruptedCallError(answers, busy, sent=True)
-            return answers
+        return answers
 
     def _end_outstanding(self) -> None:
         """Wait a little for what nobody has collected, and tell what failed in it."""
@@ -430,7 +446,7 @@ class Processes:
         try:
             interrupt.is_sending = True
             with contextlib.suppress(OSError):  # its end is noticed below
-                rank.requests.send_bytes(data)
+                send_message(rank.requests, data)
         except KeyboardInterrupt:
             rank.died = "Ctrl-C came while it did not take what it was sent"
             _kill(rank)
@@ -439,10 +455,9 @@ class Processes:
 
     def _await_late(self, asked: Sequence[Rank], interrupt: _Interrupt) -> None:
         """Let ranks end what Ctrl-C could not interrupt."""
-        while any(rank.late and not rank.died for rank in asked):
+        while late := [rank for rank in asked if rank.late and not rank.died]:
             if interrupt.overdue():
                 return
-            late = [rank for rank in asked if rank.late and not rank.died]
             for rank in self._ready(late, _LOOK_SECONDS):
                 if self._receive(rank) is not None:
                     rank.late -= 1
@@ -450,10 +465,7 @@ class Processes:
     def _collect(self, asked: Sequence[Rank], interrupt: _Interrupt) -> dict[int, list[Answer]]:
         answers: dict[int, list[Answer]] = {}
         began, failed, told = time.monotonic(), None, set()
-        while True:
-            left = [r for r in asked if r.number not in answers and not r.died]
-            if not left:
-                break
+        while left := [r for r in asked if r.number not in answers and not r.died]:
             if interrupt.overdue():
                 for rank in left:
                     rank.late += 1
@@ -463,54 +475,37 @@ class Processes:
                 answer = self._receive(rank)
                 if answer is not None:
                     answers[rank.number] = answer
+                    if answer[-1].failure is not None:
+                        failed = failed or time.monotonic()
             interrupt.go_on()
-            if time.monotonic() - began > 1.0 and interrupt.at is None:
+            if (now := time.monotonic()) - began > 1.0 and interrupt.at is None:
                 self._look(asked, left, told)
-            if any(rank.died for rank in asked):
+            if any(rank.died for rank in asked) or (failed and now - failed > _FAIL_SECONDS):
                 interrupt.begin()
-            if failed is None and any(answer[-1].failure for answer in answers.values()):
-                failed = time.monotonic()
-            if failed is not None and time.monotonic() - failed > _FAIL_SECONDS:
-                interrupt.begin()
-        if self._has_output():
+        if self._prints or any(rank.texts or rank.process is None for rank in self.ranks):
+            self._prints = False
             self.show_output(last=True)
         return answers
 
-    def _has_output(self) -> bool:
-        """Whether ranks have printed what is not shown yet."""
-        if any(rank.texts or rank.process is None for rank in self.ranks):
-            return True
-        return bool(self._poll_pipes().poll(0)) or any(
-            any(x.values()) for x in self._lines.values()
-        )
-
-    def _poll_pipes(self) -> select.poll:
-        """The pipes of ranks of this machine, to wait for what they print."""
-        poller = select.poll()
-        for rank in self.ranks:
-            if rank.process is not None:
-                for pipe in (rank.process.stdout, rank.process.stderr):
-                    if pipe is not None and not pipe.closed:
-                        poller.register(pipe.fileno(), select.POLLIN)
-        return poller
-
     def _ready(self, ranks: Sequence[Rank], seconds: float) -> list[Rank]:
         """The ranks of which there is an answer or an end, after what they print is shown."""
-        connections = {rank.requests.fileno(): rank for rank in ranks}
-        poller = self._poll_pipes()
-        for number in connections:
+        connections, poller = {rank.requests.fileno(): rank for rank in ranks}, select.poll()
+        for number in connections:  # before the pipes: what was printed before an answer is seen
             poller.register(number, select.POLLIN)
+        for process in [rank.process for rank in self.ranks if rank.process is not None]:
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None and not pipe.closed:
+                    poller.register(pipe.fileno(), select.POLLIN)
         found = [number for number, _ in poller.poll(1000 * seconds)]
-        if any(number not in connections for number in found) or any(
-            lines for by_rank in self._lines.values() for lines in by_rank.values()
-        ):
+        self._prints = self._prints or any(number not in connections for number in found)
+        if self._prints:
             self.show_output()
         return [connections[number] for number in found if number in connections]
 
     def _receive(self, rank: Rank) -> list[Answer] | None:
         """An answer; None: the rank has ended."""
         try:
-            return pickle.loads(rank.requests.recv_bytes())
+            return read_answers(receive_message(rank.requests))
         except (EOFError, OSError):
             self._bury(rank)
             return None
@@ -529,7 +524,7 @@ class Processes:
     def find_dead(self) -> None:
         """Notice ranks that have ended since they were asked last."""
         self.check_owner()
-        for rank in self.living:
+        for rank in self.living if _may_have_ended() else ():
             if rank.process is not None and rank.process.poll() is not None:
                 self._bury(rank)
 
@@ -694,6 +689,14 @@ def _merge(lines: dict[int, deque], num_ranks: int, before: float) -> Iterator[s
             counts[number][line] -= 1
         name = "" if len(having) == num_ranks else f"[{list_ranks(sorted(having))}] "
         yield f"{name}{line}\n"
+
+
+def _may_have_ended() -> bool:
+    """Whether one of all the processes that this one has started may have ended."""
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except (AttributeError, ChildProcessError):  # not on this system; or there is none
+        return True
 
 
 def _ending(process: subprocess.Popen) -> str:

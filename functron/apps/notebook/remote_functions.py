@@ -6,17 +6,20 @@ arguments. Its twin over the simulated mesh says how arguments and results are s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from functron.apps.notebook.handles import Deferred, Handle, Plan, abstract, kind_of
+from functron.apps.notebook.handles import Deferred, Handle, Plan, abstract, list_kinds, make_slices
 from functron.apps.notebook.processes import show_text
 from functron.apps.notebook.shipping import (
+    LeafReader,
     UsedValue,
     UsedValues,
     dump,
@@ -57,6 +60,7 @@ class RemoteFunction:
         self.ranks, self.twin, self.in_specs, self.out_specs = ranks, twin, in_specs, out_specs
         self._recipe, self._once = (make, args, dict(kwargs)), False
         self._plans: dict[Any, Plan] = {}
+        self._last: tuple[LeafReader, tuple, Plan] | None = None
         self._find_mapped(stages)
         named = twin if twin is not None else args[0] if args else make
         self.__name__ = getattr(named, "__name__", "function")
@@ -78,6 +82,7 @@ class RemoteFunction:
     def renew(self) -> None:
         """Forget what was found by tracing: what it is made of has changed."""
         self._plans.clear()
+        self._last = None
         make, args, kwargs = self._recipe
         if self.twin is None:
             return
@@ -93,7 +98,7 @@ class RemoteFunction:
         make, args, kwargs = self._recipe
         given = [] if self._once else [make, *args, *kwargs.values()]
         return [
-            UsedValue.of(lambda each=each: each)
+            UsedValue(each)
             for each in given
             if not isinstance(each, type(self.ranks) | RemoteFunction)
             and not (self.twin is not None and is_specs(each))  # copies of our own
@@ -113,7 +118,7 @@ class RemoteFunction:
                 obj._check()
                 return "value", obj._number
             if isinstance(obj, RemoteFunction):
-                used.append(UsedValue.of(lambda: obj.define()))
+                used.append(UsedValue(obj.define(), read=obj.define))
                 return "function", used[-1].value
             if isinstance(obj, type(ranks)):
                 raise ValueError(f"{obj!r} is used by a function on {ranks!r}; wanted one of them")
@@ -144,8 +149,13 @@ class RemoteFunction:
 
     def plan(self, args: tuple) -> tuple[Plan, list]:
         """How arguments like these are sent, and their leaves."""
+        if self._last is not None:
+            reader, kinds, plan = self._last
+            leaves = reader.read(args)
+            if leaves is not None and kinds == list_kinds(leaves):
+                return plan, leaves
         leaves, structure = tree.flatten(args)
-        kinds = tuple([leaf._kind if type(leaf) is Handle else kind_of(leaf) for leaf in leaves])
+        kinds = list_kinds(leaves)
         key: Any = structure, kinds
         if self.traces:
             key = *key, *[x for x in leaves if not isinstance(x, Handle | torch.Tensor)]
@@ -155,6 +165,8 @@ class RemoteFunction:
             key, plan = object(), None
             self._plans.clear()
         if plan is not None:
+            if not self.traces:
+                self._last = LeafReader(structure), kinds, plan
             return plan, leaves
         ranks = self.ranks
         if ranks.block_until_ready():  # what is known of its results may be wrong until then
@@ -172,13 +184,32 @@ class RemoteFunction:
             if isinstance(leaf, Handle) and int(path.partition("/")[0]) in self.donate
         ]
         plain = all(isinstance(leaf, Handle | torch.Tensor | Deferred) for leaf in leaves)
+        deferred = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Deferred)]
+        windows, num_bytes = self._find_windows(leaves, specs)
         slots = tree.unflatten(structure, [ResultSlot(i) for i in range(len(leaves))])
         blob = dump(slots)[0]
         if blob not in ranks._structures:
             ranks._pending.append(("structure", (len(ranks._structures), blob)))
         number = ranks._structures.setdefault(blob, len(ranks._structures))
-        plan = self._plans[key] = Plan(number, specs, moves, consumed, paths, out_specs, plain)
+        plan = self._plans[key] = Plan(
+            number, specs, windows, num_bytes, deferred, moves, consumed, paths, out_specs, plain
+        )
         return plan, leaves
+
+    def _find_windows(self, leaves: list, specs: list) -> tuple[dict, int]:
+        """The parts of tensors that ranks are sent, where they are alike, and bytes of them all."""
+        found, num_bytes = {}, 0
+        for index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                num_bytes += leaf.nbytes
+                if spec is not None:
+                    mesh, shape = self.ranks.mesh, tuple(leaf.shape)
+                    found[index] = None
+                    if not sharding.is_uneven(spec):
+                        parts = sharding.windows(shape, spec, mesh)
+                        each = list(dict.fromkeys(parts))
+                        found[index] = make_slices(each), [each.index(part) for part in parts]
+        return found, num_bytes
 
     def _bind_specs(self, args: tuple) -> list:
         """A spec for each leaf of the arguments; for one that ranks make, its prefix tree."""
@@ -276,3 +307,25 @@ def find_own_line() -> str:
     while frame.f_back is not None and is_library(frame.f_globals):
         frame = frame.f_back
     return f"called at {frame.f_code.co_filename}:{frame.f_lineno}, and not waited for there"
+
+
+def wait_after_cells(mesh: Any) -> Callable[[], None]:
+    """Have IPython wait for the ranks at the end of each cell; returns what ends this."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None:
+        return lambda: None
+    found = weakref.ref(mesh)
+
+    def wait(*_: object) -> None:
+        try:
+            if (mesh := found()) is not None:
+                mesh.block_until_ready()
+        except (Exception, KeyboardInterrupt):
+            shell.showtraceback()
+
+    def end() -> None:
+        with contextlib.suppress(ValueError):  # it was ended already
+            shell.events.unregister("post_run_cell", wait)
+
+    shell.events.register("post_run_cell", wait)
+    return end

@@ -16,11 +16,10 @@ next one is sent while the ranks run it: see `StartedMesh.block_until_ready`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import inspect
-import sys
+import pickle
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,6 +63,7 @@ from functron.apps.notebook.remote_functions import (
     find_own_line,
     local,
     local_dict,
+    wait_after_cells,
 )
 from functron.apps.notebook.shipping import (
     Packed,
@@ -126,7 +126,7 @@ class StartedMesh(NamedAxes):
         self._warned: deque[dict[int, list[Answer]]] = deque()
         self.given: tuple | None = None
         self._closed = ""
-        self._unregister = _wait_after_cells(self)
+        self._unregister = wait_after_cells(self)
         self._end = weakref.finalize(self, self._processes.close)
         try:
             with self._processes.alone():
@@ -526,10 +526,9 @@ class StartedMesh(NamedAxes):
                 self._default_dtype = wanted
             plan, leaves = function.plan(args)
             known = self._foresee(function, plan)
-            for leaf in leaves:
-                if type(leaf) is Deferred:
-                    leaf.function.define()
-            if known is None or self._pending or _num_bytes(leaves) > _BEHIND_BYTES:
+            for index in plan.deferred:
+                leaves[index].function.define()
+            if known is None or self._pending or plan.num_bytes > _BEHIND_BYTES:
                 self.block_until_ready()
             if self._late is not late:  # its results may be of other kinds
                 plan, leaves = function.plan(args)
@@ -573,8 +572,7 @@ class StartedMesh(NamedAxes):
     def _expect(self, call: SentCall, known: KnownResults, args: tuple) -> Any:
         """The results of a call that is not waited for."""
         self._number(known.count)
-        kinds = [row.kind for row in known.rows]
-        made = [Handle(self, kind, call.first + i) for i, kind in enumerate(kinds)]
+        made = [Handle(self, row.kind, i) for i, row in enumerate(known.rows, call.first)]
         self._late = LateCall(call, known, made, args, find_own_line())
         return tree.unflatten(known.structure, made)
 
@@ -679,19 +677,20 @@ class StartedMesh(NamedAxes):
             for i, leaf in enumerate(leaves)
         ]
         consumed = [leaves[i] for i in plan.consumed]
-        given_up = [handle._number for handle in consumed]
         expected = () if known is None else known.layouts
-        call = Call(
-            key, plan.arguments, sent, plan.moves, given_up, self._numbers, function.sums, expected
-        )
-        calls = deal(call, plan.consumed, self._pending, self.size)
+        if plan.shared[0] != (key, expected):
+            dtypes, slots = {i: leaves[i].dtype for i in plan.windows}, (plan.moves, plan.consumed)
+            call = Call(key, plan.arguments, dtypes, *slots, function.sums, expected)
+            plan.shared = (key, expected), pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
+        first = self._numbers
+        calls = deal(plan.shared[1], sent, first, self._pending, self.size)
         grace = GRACE_SECONDS if consumed or expected else 0.0
         try:
             asked = self._processes.send(calls, self._freed(), grace_seconds=grace)
         except InterruptedCallError:
             raise KeyboardInterrupt(f"{name} was not called") from None
         self._pending = []
-        return SentCall(function, plan, consumed, call.first, asked)
+        return SentCall(function, plan, consumed, first, asked)
 
     def _answers_of(
         self, call: SentCall, late: LateCall | None = None, behind: SentCall | None = None
@@ -743,7 +742,12 @@ class StartedMesh(NamedAxes):
                 fix = "detach it, or compute gradients inside of the function"
                 what = f"{name}: argument {plan.paths[index]} requires gradients, which end here"
                 raise ValueError(f"{what}; fix: {fix}")
-            return cut(leaf, spec, self.mesh)
+            windows = plan.windows[index]
+            if windows is None:
+                return [part.sent() for part in cut(leaf, spec, self.mesh)]
+            numbers = Packed.of(leaf).numbers
+            parts = [Packed(numbers[window], leaf.dtype).sent() for window in windows[0]]
+            return [parts[i] for i in windows[1]]
         return "as it is", leaf
 
     def _give_up(
@@ -772,10 +776,8 @@ class StartedMesh(NamedAxes):
                 )
                 handle._fate = ""
                 if gone:
-                    handle._fate = (
-                        f"was being updated when {call.name} was ended by {why}; fix: go "
-                    )
-                    handle._fate += "on from the newest checkpoint, or from a new state"
+                    told = f"was being updated when {call.name} was ended by {why}"
+                    handle._fate = f"{told}; fix: {_FROM_CHECKPOINT}"
                     self._free.append(numbers)
             for number in done:
                 kept = ends[number].value
@@ -855,33 +857,6 @@ class StartedMesh(NamedAxes):
         return join_stages(layouts, plan.out_specs, first, make)
 
 
-def _num_bytes(leaves: Sequence[Any]) -> int:
-    """Of tensors that are to be sent."""
-    return sum([leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)])
-
-
-def _wait_after_cells(mesh: StartedMesh) -> Callable[[], None]:
-    """Have IPython wait for the ranks at the end of each cell; returns what ends this."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if shell is None:
-        return lambda: None
-    found = weakref.ref(mesh)
-
-    def wait(*_: object) -> None:
-        try:
-            if (mesh := found()) is not None:
-                mesh.block_until_ready()
-        except (Exception, KeyboardInterrupt):
-            shell.showtraceback()
-
-    def end() -> None:
-        with contextlib.suppress(ValueError):  # it was ended already
-            shell.events.unregister("post_run_cell", wait)
-
-    shell.events.register("post_run_cell", wait)
-    return end
-
-
 def start(
     mesh: Mesh,
     device: str = "auto",
@@ -916,10 +891,7 @@ def start(
     if not 0 <= here <= mesh.size:
         found.append(Problem("num_local", str(here), f"from 0 to {mesh.size} ranks"))
     elif (here < mesh.size) != bool(hosts):
-        got, wanted = (
-            f"{here} of {mesh.size} ranks here, hosts={hosts!r}",
-            "an address for the rest",
-        )
+        got, wanted = f"{here} of {mesh.size} ranks here, {hosts=}", "an address for the rest"
         found.append(Problem("num_local", got, wanted, "give both, or neither"))
     if hosts and not (hosts.rpartition(":")[0] and hosts.rpartition(":")[2].isdecimal()):
         found.append(Problem("hosts", repr(hosts), 'an address such as "10.0.0.1:29400"'))

@@ -21,7 +21,7 @@ import traceback
 import types
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import AuthenticationError
@@ -31,7 +31,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from functron.apps.notebook.shipping import Packed, dump, load, load_function
+from functron.apps.notebook.shipping import (
+    LeafReader,
+    Packed,
+    dump,
+    load,
+    load_function,
+    receive_message,
+    send_message,
+)  # fmt: skip
 from functron.core import compat, tree
 from functron.core.errors import is_library, refuse
 from functron.spmd import BoundMesh, Mesh, P, gather, shard
@@ -42,6 +50,7 @@ CONNECT_SECONDS = 300.0
 """How long a process waits for the notebook to listen."""
 _LOOK_SECONDS = 2.0
 _JOIN_SECONDS = 60.0
+_NUM_CALLS = 256
 
 
 class WorkerPlace(NamedTuple):
@@ -108,10 +117,21 @@ class TensorMeta(NamedTuple):
 
 
 class ResultLayout(NamedTuple):
-    """The number of results of one kind, and the places of numbers among them."""
+    """Results of one kind, all of them tensors.
+
+    Attributes:
+        number: of it.
+        reader: of the results.
+        kinds: their shapes, dtypes, layouts and devices.
+        scalars: the places of numbers among them.
+        num_bytes: of each.
+    """
 
     number: int
+    reader: LeafReader
+    kinds: tuple[list, list, list, list]
     scalars: list[int]
+    num_bytes: list[int]
 
 
 class KeptResults(NamedTuple):
@@ -180,25 +200,23 @@ _LEFT_OUT = "LeftOutError"
 
 
 class Call(NamedTuple):
-    """A call of a function that the rank has been sent.
+    """The common part of calls of a function with arguments of one kind, as all ranks have it.
 
     Attributes:
         function: its key.
         arguments: the structure, by a key, with `ResultSlot`s for leaves; new ones come pickled.
-        leaves: for each slot the number of a value, a `Packed` shard, or anything else as it is.
+        dtypes: by slot: of tensors that come with a call.
         moves: by slot: the specs that a value has, and that it shall have.
-        consumed: numbers of values that the function consumes.
-        first: the number of the first result.
+        consumed: slots of values that the function consumes.
         sums: whether checksums of the results are wanted.
         expected: by rank the layout that the notebook takes the results to have; empty: it waits.
     """
 
     function: bytes
     arguments: int
-    leaves: list
+    dtypes: dict[int, torch.dtype]
     moves: dict[int, tuple[P, P]]
     consumed: list[int]
-    first: int
     sums: bool
     expected: tuple[int, ...]
 
@@ -219,6 +237,10 @@ class Worker:
         stopped: that of the last ones that failed, or returned what was not expected. Calls are
             left out that the notebook sent before it knew.
         consuming: the values that this call consumes.
+        calls: the common parts of calls, by the bytes that they came in.
+        last: by these bytes the layout of the last results.
+        owed: results that are not kept yet: the number of the first one, all of them, their layout
+            the values that were consumed for them, and what they were computed of.
         leaving: held while groups are left, by this program or by the thread beside it.
     """
 
@@ -238,6 +260,9 @@ class Worker:
     interrupted: int = 0
     stopped: int = 0
     consuming: Sequence[int] = ()
+    calls: dict[bytes, Call] = field(default_factory=dict)
+    last: dict[bytes, ResultLayout] = field(default_factory=dict)
+    owed: tuple[int, list[torch.Tensor], ResultLayout, Sequence[int], Any] | None = None
     leaving: threading.Lock = field(default_factory=threading.Lock)
 
     def join(self, generation: int, next_number: int) -> None:
@@ -249,7 +274,7 @@ class Worker:
         place = self.place
         self.num_layouts = self.num_layouts or generation << 32  # as others had, died and came back
         self.made, self.closed, self.spans = {}, {}, {}
-        self.layouts = {}  # of answers that were given up
+        self.layouts, self.last = {}, {}  # of answers that were given up
         with self.leaving:
             self.generation = generation
             if self.bound is not None and not self.bound.membership.closed:
@@ -294,60 +319,97 @@ class Worker:
             self.made[key] = make(*_without_absent(args), **kwargs)
         return self.made[key]
 
-    def call(self, shared: bytes, own: dict[int, Any], consumed: list[int] | None) -> KeptResults:
-        """Call a function; its tensors are kept under numbers from ``call.first`` on.
+    def call(self, shared: bytes, leaves: Sequence[Any], first: int) -> KeptResults:
+        """Call a function; its tensors are kept under numbers from `first` on.
+
+        Results like the last ones are kept after the answer: see `settle`.
 
         Args:
-            shared: the pickled `Call`, as all ranks have it.
-            own: those of its leaves that are this rank's, by slot.
-            consumed: the values that it consumes here, where ranks differ in them.
+            shared: the pickled `Call`.
+            leaves: for each slot the number of a value, the numbers of a tensor and its shape, or
+                anything else as it is.
+            first: the number of the first result.
         """
-        call: Call = pickle.loads(shared)
-        self.consuming = call.consumed if consumed is None else consumed
-        function = self.function(call.function)
-        for slot, leaf in own.items():
-            call.leaves[slot] = leaf
+        call = self.calls.get(shared) or self._read_call(shared)
+        self.consuming = consuming = [leaves[i] for i in call.consumed]
+        function = self.made.get(call.function) or self.function(call.function)
         values, moves, absent = self.values, call.moves, Absent()
-        leaves = [
+        given = [
             values.get(leaf, absent)
             if type(leaf) is int and not moves
-            else self._leaf(i, leaf, moves)
-            for i, leaf in enumerate(call.leaves)
+            else self._leaf(i, leaf, call)
+            for i, leaf in enumerate(leaves)
         ]
         structure = self.arguments[call.arguments]
-        if isinstance(structure, bytes):
+        if type(structure) is bytes:
             structure = tree.flatten(load(structure, self.find), is_leaf=is_slot)[1]
             self.arguments[call.arguments] = structure
-        args = tree.unflatten(structure, leaves)
-        if any(type(leaf) is Absent for leaf in leaves):
+        args = tree.unflatten(structure, given)
+        if Absent in map(type, given):
             args = _without_absent(args)
-        del leaves
+        del given
         before = [(x, x._version) for tensors in self.closed.values() for x, _ in tensors]
         began = time.perf_counter()
         out = function(*args)
         seconds = time.perf_counter() - began
-        del args
-        _warn_of_writes(before)
-        for number in self.consuming:
-            self.values.pop(number, None)
-        kept = self.keep(out, call.first)._replace(seconds=seconds)
+        if before:
+            _warn_of_writes(before)
+        last = None if call.sums else self.last.get(shared)
+        results = None if last is None else last.reader.read(out)
+        if last is not None and results is not None and _kinds(results) == last.kinds:
+            self.owed = first, results, last, consuming, args
+            numbers = {index: results[index].item() for index in last.scalars}
+            kept = KeptResults(last.number, None, numbers, (), seconds)
+        else:
+            del args
+            results, structure = tree.flatten(out)
+            for number in consuming:
+                values.pop(number, None)
+            kept = self.keep(results, structure, first, shared)._replace(seconds=seconds)
         if call.expected and kept.layout != call.expected[self.place.rank]:
             self.stopped = self.running
         if not call.sums:
             return kept
-        held = [leaf for leaf in tree.leaves(out) if isinstance(leaf, torch.Tensor)]
-        numbers: list[Any] = [Packed.of(x).numbers for x in held]
-        return kept._replace(sums=tuple(map(zlib.crc32, numbers)))
+        held = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
+        sent: list[Any] = [Packed.of(x.contiguous()).numbers for x in held]
+        return kept._replace(sums=tuple(map(zlib.crc32, sent)))
 
-    def _leaf(self, index: int, leaf: Any, moves: dict[int, tuple[P, P]]) -> Any:
+    def _read_call(self, shared: bytes) -> Call:
+        if len(self.calls) > _NUM_CALLS:  # of functions that are no more, for the most part
+            self.calls, self.last = {}, {}
+        return self.calls.setdefault(shared, pickle.loads(shared))
+
+    def settle(self) -> None:
+        """Keep results of which the notebook has been told already, while it goes on."""
+        assert self.owed is not None
+        (first, results, layout, consumed, args), self.owed = self.owed, None
+        del args
+        values, spans = self.values, self.spans
+        for number in consumed:
+            values.pop(number, None)
+            spans.pop(number, None)
+        begins = map(torch.Tensor.data_ptr, results)
+        new = [(at, at + size) for at, size in zip(begins, layout.num_bytes, strict=True)]
+        if not all(map(torch.Tensor.is_contiguous, results)):
+            new = list(map(_span, results))
+        values.update(enumerate(self._own(results, new, first), first))
+
+    def _leaf(self, index: int, leaf: Any, call: Call) -> Any:
         if type(leaf) is int:
             value = self.values.get(leaf, Absent())
-            if index in moves and isinstance(value, torch.Tensor):
-                had, wanted = moves[index]
+            if index in call.moves and isinstance(value, torch.Tensor):
+                had, wanted = call.moves[index]
                 value = shard(gather(value, had, self.bound), wanted, self.bound)
             return value
-        if isinstance(leaf, Packed):
-            return leaf.tensor().to(self.device)
+        if index in call.dtypes:
+            (data, shape), dtype = leaf, call.dtypes[index]
+            if not data:
+                return torch.empty(shape, dtype=dtype, device=self.device)
+            found = torch.frombuffer(data, dtype=dtype).view(shape)
+            if self.place.device == "cpu" and not (dtype.is_floating_point or dtype.is_complex):
+                return found
+            # in memory of torch's own, which is aligned as under torchrun
+            return found.to(self.device, copy=True)
         kind, *rest = leaf
         if kind == "as it is":
             return rest[0]
@@ -362,17 +424,22 @@ class Worker:
             return torch.device("cuda", self.place.local_rank)
         return torch.device("cpu")
 
-    def _own(self, leaves: list, first: int) -> list:
+    def _own(self, leaves: list, new: Sequence[tuple[int, int]], first: int) -> list:
         """Results with copies of those that share memory with others, or with what is kept.
 
         A later update in place of one, where it is donated, would change the other in silence.
+
+        Args:
+            leaves: the results.
+            new: the memory of each.
+            first: the number of the first tensor among them.
         """
         values, spans = self.values, self.spans
-        for number in spans.keys() - values.keys():
-            del spans[number]
-        for number in values.keys() - spans.keys():
-            spans[number] = _span(values[number])
-        new = [_span(leaf) for leaf in leaves]
+        if values.keys() != spans.keys():
+            for number in spans.keys() - values.keys():
+                del spans[number]
+            for number in values.keys() - spans.keys():
+                spans[number] = _span(values[number])
         closed = [span for tensors in self.closed.values() for _, span in tensors]
         held, reached = sorted([*spans.values(), *closed, *new]), 0
         for begin, end in held:
@@ -395,17 +462,22 @@ class Worker:
             out.append(mine)
         return out
 
-    def keep(self, out: Any, first: int) -> KeptResults:
-        """Keep the tensors of `out`: see `call`."""
-        leaves, structure = tree.flatten(out)
-        refuse_donated(leaves, lambda: ["of the result"] * len(leaves), "the call")
-        leaves = self._own(leaves, first)
+    def keep(
+        self, results: list, structure: tree.Structure, first: int, shared: bytes
+    ) -> KeptResults:
+        """Keep the tensors among results: see `call`."""
+        refuse_donated(results, lambda: ["of the result"] * len(results), "the call")
+        leaves = self._own(results, [_span(leaf) for leaf in results], first)
         plain = all(isinstance(leaf, torch.Tensor) for leaf in leaves)
         if plain:
-            kinds = tuple([(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves])
-            known = self.layouts.get((structure, kinds))
+            kinds = _kinds(leaves)
+            assert kinds is not None
+            key = structure, *map(tuple, kinds)
+            known = self.layouts.get(key)
             if known is not None:
                 self.values.update(enumerate(leaves, first))
+                if leaves is results and all(x.layout is torch.strided for x in leaves):
+                    self.last[shared] = known
                 numbers = {index: leaves[index].item() for index in known.scalars}
                 return KeptResults(known.number, None, numbers)
         held = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -417,7 +489,9 @@ class Worker:
         self.num_layouts += plain
         number = self.num_layouts if plain else 0
         if plain:
-            self.layouts[structure, kinds] = ResultLayout(number, scalars)
+            sizes = [leaf.numel() * leaf.itemsize for leaf in leaves]
+            found = ResultLayout(number, LeafReader(structure), kinds, scalars, sizes)
+            self.layouts[key] = found
         try:
             structured = dump(tree.unflatten(structure, shown))[0]
         except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -425,6 +499,15 @@ class Worker:
             refuse("the notebook cannot have the results", "result", error, wanted, error=TypeError)
         numbers = {index: held[index].item() for index in scalars}
         return KeptResults(number, (structured, tuple(metas)), numbers)
+
+
+def _kinds(results: Sequence[Any]) -> tuple[list, list, list, list] | None:
+    """Shapes, dtypes, layouts and devices; None: one is no tensor, or was consumed."""
+    for kind in set(map(type, results)):
+        if not issubclass(kind, torch.Tensor) or kind is Donated:
+            return None
+    shapes, dtypes = [x.shape for x in results], [x.dtype for x in results]
+    return shapes, dtypes, [x.layout for x in results], [x.device for x in results]
 
 
 def _warn_of_writes(before: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -520,7 +603,7 @@ def serve(worker: Worker, requests: Connection) -> None:
     functions = _requests(worker)
     while True:
         try:
-            serial, known, free, batch = pickle.loads(requests.recv_bytes())
+            serial, known, free, batch = pickle.loads(receive_message(requests))
         except (EOFError, OSError):
             return
         for number in free:
@@ -538,10 +621,18 @@ def serve(worker: Worker, requests: Connection) -> None:
                 break
         sys.stdout.flush()
         sys.stderr.flush()
-        requests.send_bytes(_encode(answers))
+        send_message(requests, _encode(answers))
+        if worker.owed is not None:
+            os.sched_yield()  # to the notebook, if it waits for this processor
+            worker.settle()
 
 
 def _encode(answers: list[Answer]) -> bytes:
+    """Answers as bytes: of a call like those before it plain values, see `read_answers`."""
+    value, *rest = answers[0]
+    alone = len(answers) == 1 and rest == [None, ()] and type(value) is KeptResults
+    if alone and value.new is None and not value.sums:
+        return pickle.dumps((value.layout, value.numbers, value.seconds), protocol=5)
     try:
         return pickle.dumps(answers, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # a result that cannot be sent
@@ -551,38 +642,45 @@ def _encode(answers: list[Answer]) -> bytes:
         return pickle.dumps([*[Answer()] * (len(answers) - 1), Answer(failure=failure)])
 
 
+def read_answers(data: bytes) -> list[Answer]:
+    """The answers that a rank has sent."""
+    found = pickle.loads(data)
+    if type(found) is tuple:
+        layout, numbers, seconds = found
+        return [Answer(KeptResults(layout, None, numbers, (), seconds))]
+    return found
+
+
 def _answer(worker: Worker, function: Callable, call: int, args: tuple) -> Answer:
     """The answer to a request; `call` is its serial number, if it is a call's."""
-    warned = []
+    warned, show = [], warnings.showwarning
     try:
-        with _collecting(warned) if call else contextlib.nullcontext():
+        if call:
+            warnings.showwarning = _collect_into(warned)
+        try:
             worker.running, worker.consuming = call, []
             if call and worker.interrupted == call:
                 raise KeyboardInterrupt
             value = function(*args)
             worker.running = 0
+        finally:
+            warnings.showwarning = show
         return Answer(value, None, tuple(warned))
     except BaseException as error:
-        worker.running = 0
+        worker.running, worker.owed = 0, None
         consumed = worker.consuming if call else []
         failure = _describe(worker, error, consumed)
         del error
         return Answer(None, failure, tuple(warned))
 
 
-@contextlib.contextmanager
-def _collecting(warned: list) -> Iterator[None]:
-    """Put warnings into a list, each with the place that it is about."""
+def _collect_into(warned: list) -> Callable[..., None]:
+    """A function that puts warnings into a list, each with the place that it is about."""
 
     def show(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
         warned.append((category, str(message), filename, lineno))
 
-    before = warnings.showwarning
-    warnings.showwarning = show
-    try:
-        yield
-    finally:
-        warnings.showwarning = before
+    return show
 
 
 def _describe(worker: Worker, error: BaseException, consumed: Sequence[int]) -> Failure:
@@ -704,17 +802,18 @@ def find_device(wanted: str, num_local: int) -> str:
 def main(given: Mapping[str, Any]) -> None:
     """Be one of the ranks of a notebook, which has said where it is, and where it finds modules."""
     numbers = given["number"], given["num_local"], given["device"]
-    run(tuple(given["address"]), bytes.fromhex(given["token"]), *numbers)
+    address = given["address"] if isinstance(given["address"], str) else tuple(given["address"])
+    run(address, bytes.fromhex(given["token"]), *numbers)
 
 
 def run(
-    address: tuple[str, int], token: bytes, number: int, num_local: int, device: str,
+    address: tuple[str, int] | str, token: bytes, number: int, num_local: int, device: str,
     local_rank: int | None = None, host: str = "",
 ) -> None:  # fmt: skip
     """Be a rank until the notebook is gone.
 
     Args:
-        address: of the notebook.
+        address: of the notebook: a host and a port, or the name of a socket.
         token: that both sides know, and nobody else.
         number: see `Hello`.
         num_local: processes on this machine.
@@ -757,7 +856,7 @@ def run(
     end_process(host)
 
 
-def _connect(address: tuple[str, int], token: bytes, *, may_wait: bool) -> Connection:
+def _connect(address: tuple[str, int] | str, token: bytes, *, may_wait: bool) -> Connection:
     """A connection to the notebook, which may not listen yet; or not any more, if it is here."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:

@@ -30,7 +30,9 @@ import torch
 import functron as ft
 from functron import P, gpt, lax, optim, training
 from functron.apps.notebook import RankError
+from functron.apps.notebook.shipping import LeafReader
 from functron.compiler import compile as compile_program
+from functron.core import tree
 from functron.models.config import GPTConfig
 
 pytestmark = [pytest.mark.applications("notebook"), pytest.mark.filterwarnings("error")]
@@ -366,6 +368,55 @@ def test_no_value_is_a_view_of_another(ranks):
     given = same(x)
     given = write(given)  # the very memory that was given up: no copy
     assert ranks.memory()[0]["held_bytes"] == kept + 16
+
+
+def test_a_late_view_of_a_value_is_no_view(ranks):
+    """Also of calls like those before, whose results are kept after the answer."""
+    calls, spec = [], P("dp")
+
+    def copy_or_show(x):
+        calls.append(0)
+        return {"same": x.detach() if len(calls) > 4 else x * 1, "more": x + 1}
+
+    f = ft.shard_map(copy_or_show, ranks, spec, spec)
+    write = ft.shard_map(lambda x: x.add_(100), ranks, spec, spec, donate=0)
+    given, large = ft.shard(torch.arange(4.0), spec, ranks), torch.arange(1 << 20)
+    for _ in range(6):
+        out = f(given)
+    write(given)
+    assert out["same"].tolist() == [0, 1, 2, 3]
+    assert out["more"].tolist() == [1, 2, 3, 4]
+    assert torch.equal(ft.gather(ft.shard(large, spec, ranks), spec, ranks), large)  # 4 MiB each
+
+
+@tree.register_static
+@dataclass(frozen=True)
+class Fixed:
+    by: int
+
+
+def test_leaves_are_those_of_flatten():
+    """Of trees of one structure; of others there is nothing, or something in a leaf's place."""
+    own: Any = Own
+    pair = own(1, [2, (3, None)])
+    same = {"b": pair, "a": {"x": 4}, "c": ()}, []
+    others = (
+        {"b": tuple(pair), "a": {"x": 4}, "c": ()},
+        {"b": own(1, [2, (3, None, 4)]), "a": {"x": 4}, "c": ()},
+        {"b": own(1, (2, (3, None))), "a": {"x": 4}, "c": ()},
+        {"b": own(1, [2, (3, 0)]), "a": {"x": 4}, "c": ()},
+        {"b": pair, "a": {"y": 4}, "c": ()},
+        {"b": pair, "a": {"x": 4, "y": 5}, "c": ()},
+        {"b": pair, "a": {"x": 4}, "c": None},
+        {"b": pair, "a": None, "c": ()},
+        None,
+    )
+    reader = LeafReader(tree.structure(same))
+    swapped = dict(reversed(same[0].items())), []
+    assert reader.read(same) == reader.read(swapped) == tree.leaves(same) == [4, 1, 2, 3]
+    assert [reader.read((other, [])) for other in others] == [None] * len(others)
+    assert LeafReader(tree.structure((1, Fixed(2)))).read((1, Fixed(3))) is None
+    assert LeafReader(tree.structure(1)).read(2) == [2]
 
 
 def test_copies_of_handles(ranks):
@@ -1291,13 +1342,13 @@ def test_a_late_error_of_one_rank_ends_the_call_behind_it(ranks):
 
 def test_late_errors_come_at_the_end_of_a_cell(ranks, monkeypatch):
     events = pytest.importorskip("IPython.core.events")
-    from functron.apps.notebook import session
+    from functron.apps.notebook.remote_functions import wait_after_cells
 
     shown: list[Any] = []
     manager = events.EventManager(None, events.available_events)
     shell = SimpleNamespace(events=manager, showtraceback=lambda: shown.append(sys.exc_info()[1]))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    end = session._wait_after_cells(ranks)
+    end = wait_after_cells(ranks)
     f = ft.shard_map(add_or_fail, ranks, P("dp"), P("dp"), check=False, donate=0)
     x = ft.shard(torch.zeros(2), P("dp"), ranks)
     for _ in range(4):
