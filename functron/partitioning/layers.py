@@ -31,7 +31,7 @@ from functron.partitioning.labels import (
     without_units,
 )
 from functron.partitioning.placement import Reduction
-from functron.partitioning.shards import EquationSite, name_arguments
+from functron.partitioning.shards import EquationSite, name_arguments, wide_dtype
 from functron.program.equations import Equation
 from functron.spmd import collectives as lax
 
@@ -140,11 +140,6 @@ def _pool(equation: Equation) -> PartitionRule:
 # --- norms
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch adds up numbers of this one."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _batch_norm(equation: Equation) -> PartitionRule:
     """Channels, dim 1, and all others, over which moments are taken."""
     x, *vectors = equation.operands
@@ -171,7 +166,7 @@ def _normalize_batch(
     dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
     global_shape = site.equation.operands[0].shape
     count = math.prod(global_shape) // global_shape[1]
-    h, found = x.to(_wide(x.dtype)), []
+    h, found = x.to(wide_dtype(x.dtype)), []
     if training:
         axes = [axis for dim in dims for axis in site.split(0, dim)]
         mean = lax.psum(h.sum(dims), axes) / count
@@ -217,7 +212,7 @@ def _normalize_groups(site: EquationSite, x, weight, bias, n, channels, places, 
     Collectives: two psums of a number per group and sample, over axes that split groups or places.
     """
     per_group = channels // groups * places
-    h = x.to(_wide(x.dtype)).reshape(x.shape[0], site.held("g"), -1)
+    h = x.to(wide_dtype(x.dtype)).reshape(x.shape[0], site.held("g"), -1)
     axes = site.names("m") + [axis for dim in range(2, x.dim()) for axis in site.split(0, dim)]
     mean = lax.psum(h.sum(-1, keepdim=True), axes) / per_group
     h = h - mean
@@ -252,7 +247,7 @@ def _add_losses(site: EquationSite, *args, **kwargs):
     if reduction == 0:
         return each
     shape = broadcast_shapes([value.shape for value in site.equation.operands])
-    summed = each.sum(dtype=_wide(each.dtype))  # a sum of halves may overflow
+    summed = each.sum(dtype=wide_dtype(each.dtype))  # a sum of halves may overflow
     return (summed / math.prod(shape) if reduction == 1 else summed).to(result.dtype)
 
 
@@ -268,7 +263,7 @@ def _log_sigmoid(equation: Equation) -> PartitionRule:
 def _run_log_sigmoid(site: EquationSite, x):
     """The logarithm of the sigmoid, and exp(-|x|)."""
     like = tuple(site.shapes[-1]) == tuple(x.shape)
-    return F.logsigmoid(x), (-x.abs()).exp() if like else x.new_empty(0)
+    return F.logsigmoid(x), lax.stop_gradient((-x.abs()).exp() if like else x.new_empty(0))
 
 
 # --- complex numbers
@@ -344,9 +339,13 @@ def _even_bags(equation: Equation) -> PartitionRule:
     )
 
 
-def _find_rows(site: EquationSite, weight, ids) -> torch.Tensor:
-    """Rows of a table; zeros for those that are in another rank's part of it."""
-    letters = site.operands[0][0]
+def find_rows(site: EquationSite, weight, ids, operand: int = 0) -> torch.Tensor:
+    """Rows of a table; zeros for those that are in another rank's part of it.
+
+    Args:
+        operand: which of the equation's the table is.
+    """
+    letters = site.operands[operand][0]
     if not site.names(letters):
         return look_up(weight, ids, whole=True)
     local, here = site.local(ids, letters[0])
@@ -356,7 +355,7 @@ def _find_rows(site: EquationSite, weight, ids) -> torch.Tensor:
 def _fill_even_bags(site: EquationSite, weight, ids, scales, bags, mode, padding_idx):
     """The sum, mean or maximum of the rows of each bag, of this rank's part of the table."""
     ids = ids.reshape(site.held("b"), -1)
-    rows, counts = _find_rows(site, weight, ids), (ids != padding_idx).unsqueeze(-1)
+    rows, counts = find_rows(site, weight, ids), (ids != padding_idx).unsqueeze(-1)
     zero = torch.zeros((), dtype=rows.dtype, device=rows.device)
     if mode == _MAX:
         most = torch.where(counts, rows, -math.inf).amax(1)
@@ -380,6 +379,8 @@ def _bags(equation: Equation) -> PartitionRule:
     rows = [label_dims(value.shape, f"o{i}.") for i, value in enumerate(others)]
     kept = [label_dims(value.shape, f"r{i}.") for i, value in enumerate(equation.results)]
     kept[0] = (*kept[0][:1], table[1])
+    if len(kept) > 3 and len(kept[3]) == 2:  # of each column, the row that is largest
+        kept[3] = (*kept[3][:1], table[1])
     whole = {letter for row in (*rows, *kept) for dim in row for letter in dim} - {*table[1]}
     whole |= set() if parts else {*table[0]}
     combined: dict[str, Reduction] = dict.fromkeys(table[0], "sum") if parts else {}
@@ -387,15 +388,17 @@ def _bags(equation: Equation) -> PartitionRule:
 
 
 def _fill_bags(site: EquationSite, *args, **kwargs):
-    """The sum, mean or maximum of the rows of each bag, of this rank's part of the table."""
+    """The sum, mean or maximum of the rows of each bag, of this rank's part of the table.
+
+    And, where it is read, what torch keeps for backward.
+    """
     given = name_arguments(site.op, args, kwargs)
-    rest = [None] * (len(site.equation.outputs) - 1)
-    if given["scale_grad_by_freq"]:  # a trace has the operation that has no derivative
-        return _aten._embedding_bag(*args, **kwargs)[0], *rest
     weight, ids, offsets = (given[name] for name in ("weight", "indices", "offsets"))
-    places = torch.arange(ids.shape[0], dtype=offsets.dtype, device=ids.device)
-    bag = torch.searchsorted(offsets, places, right=True) - 1
-    rows, counts = _find_rows(site, weight, ids), ids != given["padding_idx"]
+    bag, counts = bags_of(ids, offsets), ids != given["padding_idx"]
+    if given["scale_grad_by_freq"]:  # a trace has the operation that has no derivative
+        filled = _aten._embedding_bag(*args, **kwargs)[0]
+        return filled, *_kept_of_bags(site, ids, offsets, bag, counts, None, filled)
+    rows = find_rows(site, weight, ids)
     scales, mode, shape = (
         given["per_sample_weights"],
         given["mode"],
@@ -414,26 +417,75 @@ def _fill_bags(site: EquationSite, *args, **kwargs):
     if mode == _MEAN:
         number = rows.new_zeros(len(offsets)).index_add(0, bag, counts.to(rows.dtype))
         filled = filled / number.clamp(min=1).unsqueeze(-1)
+    kept = _kept_of_bags(site, ids, offsets, bag, counts, rows, filled)
     # ids from the last offset on are in no bag where it is an end
-    return (filled[:-1] if given["include_last_offset"] else filled), *rest
+    return (filled[:-1] if given["include_last_offset"] else filled), *kept
 
 
-_LOSSES = "mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
-_POOLS = (
-    "max_pool2d_with_indices avg_pool1d avg_pool2d _adaptive_avg_pool2d upsample_nearest2d "
-    "upsample_bilinear2d"
+def _kept_of_bags(site: EquationSite, ids, offsets, bag, counts, rows, filled) -> list:
+    """The bag of each id, how many count in each, and which row is the largest, in their shapes.
+
+    On the first rank of those that split rows, as these are parts of sums there; zeros on others.
+    """
+    shapes = [None if var is None else var.shape for var in site.equation.outputs[1:]]
+    found = [bag, ids.new_zeros(len(offsets)).index_add(0, bag, counts.to(ids.dtype))]
+    if len(shapes) > 2 and shapes[2] is not None:
+        found.append(ids.new_zeros(0))
+        if len(shapes[2]) == 2:
+            found[-1] = _largest_ids(ids, bag, counts, *map(lax.stop_gradient, (rows, filled)))
+    first = torch.ones((), dtype=torch.bool, device=ids.device)
+    for axis in site.names(site.operands[0][0]):
+        first = first & (lax.axis_index(axis) == 0)
+    made = []
+    for value, shape in zip(found, shapes, strict=False):
+        if shape is None:
+            made.append(None)
+        else:
+            value = value[: shape[0]] if shape[0] <= len(value) else value.new_zeros(shape)
+            made.append(torch.where(first, value, 0))
+    return made
+
+
+def _largest_ids(ids, bag, counts, rows, filled) -> torch.Tensor:
+    """The first id of each bag whose row has its maximum, by column; 0 of bags that are empty."""
+    count = len(ids)
+    places = torch.arange(count, device=ids.device).unsqueeze(-1)
+    first = torch.where((rows == filled[bag]) & counts.unsqueeze(-1), places, count)
+    index = bag.unsqueeze(-1).expand_as(first)
+    first = first.new_full(filled.shape, count).scatter_reduce(0, index, first, "amin")
+    return torch.where(first < count, ids[first.clamp(max=count - 1)], 0)
+
+
+def bags_of(ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The bag of each id; that of the last offset, where it is an end, of those that follow."""
+    places = torch.arange(ids.shape[0], dtype=offsets.dtype, device=ids.device)
+    return torch.searchsorted(offsets, places, right=True) - 1
+
+
+_LOSSES = (
+    "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits"
 )
+_PLACES = (
+    "max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d "
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+    "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
+    "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+)
+POOLS = tuple(_PLACES.split())
+"""Operations of places of images, each sample and channel alike, by name."""
 
 TABLE: Mapping[str, Callable[[Equation], PartitionRule | None]] = MappingProxyType(
     {
         "convolution": _convolution,
-        **dict.fromkeys(_POOLS.split(), _pool),
+        **dict.fromkeys(POOLS, _pool),
         "native_batch_norm": _batch_norm,
         "_native_batch_norm_legit_functional": _batch_norm,
         "native_group_norm": _group_norm,
         **dict.fromkeys(_LOSSES.split(), _loss),
         "log_sigmoid_forward": _log_sigmoid,
-        "_prelu_kernel": pointwise(),
+        **dict.fromkeys(("_prelu_kernel", "hardswish"), pointwise()),
         "view_as_complex": _complex_view,
         "view_as_real": _complex_view,
         **dict.fromkeys(

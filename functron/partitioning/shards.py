@@ -116,6 +116,11 @@ def name_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     return found
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch adds up numbers of this one."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def _total(x: torch.Tensor, axes: Sequence[str], equal: Collection[str] = ()) -> torch.Tensor:
     for axis in axes:
         x = lax.psum(x, axis, equal_cotangents=axis in equal)
@@ -246,8 +251,8 @@ def mean(site: EquationSite, x, dims, axes, *args, **kwargs):
     (result,) = site.equation.results
     keep = len(result.shape) == len(shape)
     # as torch adds them up: a sum of halves may overflow
-    wide = torch.float32 if result.dtype in (torch.float16, torch.bfloat16) else result.dtype
-    return (x.sum(dims, keepdim=keep, dtype=wide) / count).to(result.dtype)
+    summed = x.sum(dims, keepdim=keep, dtype=wide_dtype(result.dtype))
+    return (summed / count).to(result.dtype)
 
 
 @_along_split
@@ -355,28 +360,43 @@ def layer_norm_backward(site: EquationSite, grad, x, shape, mean, scale, weight,
     """The gradients of `layer_norm`; those of vectors are of this rank's rows."""
     dims = dims_of(site.equation)
     axes = [name for dim in dims for name in site.split(0, dim)]
-    if not axes:
+    if not axes and not compat.transforms_active():  # whose rules of it take moments as given
         return site.op(grad, x, shape, mean, scale, weight, bias, wanted)
-    y = (x - mean) * scale
+    kind, count, rows = x.dtype, math.prod(shape), list(range(dims[0]))
+    grad, x = (value.to(wide_dtype(kind)) for value in (grad, x))
+    # of x once more: torch's forward leaves moments that do not depend on x for derivatives
+    y = x - _total(x.sum(dims, keepdim=True), axes) / count
+    scale = _rescale(scale, _total(y.square().sum(dims, keepdim=True), axes) / count)
+    y = y * scale
     moved = grad if weight is None else grad * weight
     sums = torch.stack([moved.sum(dims, keepdim=True), (moved * y).sum(dims, keepdim=True)])
-    means = _total(sums, axes) / math.prod(shape)
-    rows = list(range(dims[0]))
-    into_weight = (grad * y).sum(rows) if rows else grad * y
-    return scale * (moved - means[0] - y * means[1]), into_weight, grad.sum(rows) if rows else grad
+    means = _total(sums, axes) / count
+    into_weight, into_bias = (v.sum(rows) if rows else v for v in (grad * y, grad))
+    moved = (scale * (moved - means[0] - y * means[1])).to(kind)
+    vector = kind if weight is None else weight.dtype
+    return moved, into_weight.to(vector), into_bias.to(vector)
+
+
+def _rescale(scale: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+    """The scale of a norm as it depends on the variance, by what was added to that."""
+    return (lax.stop_gradient(scale**-2 - variance) + variance).rsqrt()
 
 
 def rms_norm_backward(site: EquationSite, grad, x, shape, scale, weight, wanted):
     """The gradients of `rms_norm`; that of the vector is of this rank's rows."""
     dims = dims_of(site.equation)
     axes = [name for dim in dims for name in site.split(0, dim)]
-    if not axes:
+    if not axes and not compat.transforms_active():
         return site.op(grad, x, shape, scale, weight, wanted)
+    kind, count, rows = x.dtype, math.prod(shape), list(range(dims[0]))
+    grad, x = (value.to(wide_dtype(kind)) for value in (grad, x))
+    scale = _rescale(scale, _total(x.square().sum(dims, keepdim=True), axes) / count)
     y = x * scale
     moved = grad if weight is None else grad * weight
-    mean = _total((moved * y).sum(dims, keepdim=True), axes) / math.prod(shape)
-    rows = list(range(dims[0]))
-    return scale * (moved - y * mean), (grad * y).sum(rows) if rows else grad * y
+    mean = _total((moved * y).sum(dims, keepdim=True), axes) / count
+    into_weight = (grad * y).sum(rows) if rows else grad * y
+    vector = kind if weight is None else weight.dtype
+    return (scale * (moved - y * mean)).to(kind), into_weight.to(vector)
 
 
 @_along_split
