@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import shlex
+import sys
+import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,8 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from functron import apps
+from functron.cli.launch import join, leave, start
 from functron.cli.options import options_of, parse, value_of, with_names
-from functron.cli.process import mistakes, outside
+from functron.cli.process import (
+    OutsideError,
+    current,
+    grow_segments,
+    mistakes,
+    outside,
+    run_guarded,
+)
 from functron.core.errors import Problem, nearest, raise_problems, refuse
 from functron.core.settings import (
     Need,
@@ -43,6 +54,7 @@ from functron.training.config import (
     TrainConfig,
     configure,
     dump,
+    load,
     starting_config,
 )
 from functron.training.costs import parameter_table, step_report
@@ -98,6 +110,11 @@ class PlanOptions:
         budget: find the most GPUs, a multiple of --gpus, on which --tokens cost no more dollars, or
             refuse what --target-days takes if it costs more; 0: any sum.
         gpu_hour_dollars: the price of a GPU for an hour.
+        try_best: run so many of the best candidates for ten steps each on this machine, which must
+            be the one planned for, with a process for each GPU; rank again, and fit the machine's
+            rates; 0: run none.
+        refit: write the machine with rates fitted to the steps of --try to this TOML file, for
+            --hardware.
         cpu_seconds: CPU time, after which no more kinds of layers are traced; batches and numbers
             of GPUs beside those given have a third of it, together.
         out: write the best candidate's configuration to this file, for functron train --config.
@@ -128,6 +145,8 @@ class PlanOptions:
     target_days: float = setting(0.0, least=0)
     budget: float = setting(0.0, least=0)
     gpu_hour_dollars: float = setting(0.0, least=0)
+    try_best: Annotated[int, tyro.conf.arg(name="try")] = setting(0, least=0)
+    refit: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     cpu_seconds: float = 30.0
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -168,6 +187,7 @@ PLAN_NEEDS: Needs = MappingProxyType({
         "add --tokens 1e12 --gpu-hour-dollars 2, say",
     ),
     "gpu_hour_dollars": Need(lambda c: c.tokens > 0, "training tokens", "add --tokens 1e12, say"),
+    "refit": Need(lambda c: c.try_best > 0, "steps that were tried", "add --try 5"),
     "expert_room": Need(
         lambda c: c.gpt.moe is not None or c.expert_room == EXPERT_ROOM,
         "experts", "choose a model with some",
@@ -193,6 +213,8 @@ def run(arguments: Sequence[str]) -> int:
         space = choices.space(options.gpus, fixed=fixed, least=least, **more)
         sized = _find_gpus(options, space, choices)
         space = space if sized is None else replace(space, gpus=sized.chosen.gpus)
+        if options.try_best:
+            planner.check_machine_is_here(choices.machine, space.gpus)
         search = functools.partial(
             planner.search, model=choices, top=options.top, cpu_seconds=options.cpu_seconds
         )
@@ -214,6 +236,9 @@ def run(arguments: Sequence[str]) -> int:
         print(f"\nbetter: {other}")
     if reasons:
         print(f"\nwhy not {reasons}")
+    if options.try_best:
+        with outside():
+            found = _try_best(options, choices, found)
     best = found.best[0].estimate
     if options.explain:
         print(f"\n{best.explain()}")
@@ -229,6 +254,72 @@ def run(arguments: Sequence[str]) -> int:
     with outside():
         _write(options, arguments, choices, found)
     return 0
+
+
+_TRIAL = "import sys; from functron.cli.plan import run_trial; sys.exit(run_trial(*sys.argv[1:]))"
+"""Python code of each process of a candidate that is tried."""
+
+
+def _try_best(options: PlanOptions, choices: Choices, found: SearchResult) -> SearchResult:
+    """Run the best candidates here; the result with these in the order of their measured times."""
+    kind = planner.check_machine_is_here(choices.machine, _mesh_of(found.best[0].candidate).size)
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="functron-") as folder:
+        run = functools.partial(_start_trial, Path(folder), kind)
+        try:
+            tried = planner.try_best(found.best, choices, options.try_best, run, say=say)
+        except RuntimeError as error:
+            raise OutsideError(str(error)) from error
+    print(f"\n{tried}")
+    if options.refit is not None:
+        tried.write_machine(options.refit)
+        print(f"\nwrote {options.refit}, for --hardware")
+    return replace(found, best=tried.best)
+
+
+def _start_trial(folder: Path, kind: str, candidate: TrainConfig) -> Any:
+    """The times of a candidate's steps, by processes of its own.
+
+    Raises:
+        RuntimeError: it failed.
+        KeyboardInterrupt: the launcher was told to stop.
+    """
+    config, out = folder / "config.toml", folder / "timing.json"
+    out.unlink(missing_ok=True)
+    config.write_text(dump(candidate), encoding="utf-8")
+    size = _mesh_of(candidate).size
+    ending = start(size, ["-c", _TRIAL, str(config), str(out), kind])
+    if ending.code and not ending.text:
+        raise KeyboardInterrupt
+    if ending.code:
+        raise RuntimeError(ending.text)
+    return planner.Timing(**json.loads(out.read_text(encoding="utf-8")))
+
+
+def _mesh_of(config: TrainConfig) -> Mesh:
+    return Mesh.parse(config.parallelism.mesh)
+
+
+def run_trial(config: str, out: str, kind: str) -> int:
+    """Be a process of a candidate that is tried: rank 0 writes the times of its steps; exit code.
+
+    Args:
+        config: the candidate's file.
+        out: the file for a `functron.apps.planner.trials.Timing`, as JSON.
+        kind: of device.
+    """
+
+    def take() -> int:
+        grow_segments(kind)
+        here, given = current(), load(config)
+        mesh, device = join(_mesh_of(given), here, kind)
+        timing = planner.time_steps(given, mesh, device)
+        if here is None or here.rank == 0:
+            Path(out).write_text(json.dumps(timing._asdict()), encoding="utf-8")
+        leave()
+        return 0
+
+    return run_guarded(take)
 
 
 def _find_gpus(options: PlanOptions, space: Space, choices: Choices) -> FoundSizes | None:

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
         estimate_memory,
         estimate_step,
     )
-    from functron.apps.planner.machines import MACHINES, Hardware, RankPlacement, hardware, is_known
+    from functron.apps.planner.machines import (
+        MACHINES,
+        Hardware,
+        RankPlacement,
+        hardware,
+        is_known,
+    )
     from functron.apps.planner.measurements import (
         Measurement,
         describe_estimate,
@@ -43,6 +49,13 @@ if TYPE_CHECKING:
     from functron.apps.planner.space import (
         Space,
         parse_settings,
+    )
+    from functron.apps.planner.trials import (
+        Timing,
+        check_machine_is_here,
+        fit_rates,
+        time_steps,
+        try_best,
     )
 
 import_lazily(__name__)
