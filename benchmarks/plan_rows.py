@@ -105,11 +105,17 @@ def _jean_zay() -> Hardware:
     return change(hardware("a100"), "network.bytes_per_second", 6.25e9)
 
 
+def _h800() -> Hardware:
+    """DeepSeek's H800s: NVLink of 400 GB/s in both directions, or 160 GB/s reached (DeepEP)."""
+    return change(hardware("h100"), "domain.bytes_per_second", 2e11)
+
+
 MACHINES: Mapping[str, Any] = {
     **{
         name: lambda name=name: hardware(name) for name in ("a100", "h100", "h200", "b200", "gb200")
     },
     "h100 of torchtitan": _titan_h100,
+    "h800": _h800,
     "a100 of Jean Zay": _jean_zay,
 }
 
@@ -341,8 +347,8 @@ def _experts() -> list[Published]:
          "MFU counts whole attention"),
         ("Mixtral-8x7B 64 GB200", _NEW_NEMO, nemo, "gb200", "mixtral-8x7b",
          "dp=8,ep=8", "fp8-tensor", 256, 2, 0, 0.85, even, ""),
-        ("DeepSeek-V3 2048", "DeepSeek-V3 report", nemo, "h100", "deepseek-v3",
-         "pp=16,dp=2,ep_node=8,ep=8", "fp8-row", 15360, 1, 0, 19.9066, deep, "NVLink of H800"),
+        ("DeepSeek-V3 2048", "DeepSeek-V3 report", library.DEEPSEEK, "h800", "deepseek-v3",
+         "pp=16,dp=2,ep_node=8,ep=8", "fp8-block", 15360, 1, 0, 19.9066, deep, ""),
     ]  # fmt: skip
     return [
         Published(

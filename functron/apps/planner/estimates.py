@@ -72,7 +72,7 @@ def estimate(
         MappingProxyType(parts), found.exposed, 0.0, cost.model_flops * size,
         cost.model_flops_whole * size, cost.hardware_flops * size,
         MappingProxyType({name: x for name, x in usage.at_peak.items() if x}), tuple(lanes),
-        doubts=list_doubts(hardware, software, quantised=is_quantised(program)),
+        doubts=list_doubts(hardware, software, quantised=is_quantised(program)), sent=times.sent,
     )  # fmt: skip
 
 
@@ -400,7 +400,9 @@ def estimate_step(
     total, lanes = timed.time_pipeline(rank, exact)
     parts = {name: x * step.num_microbatches for name, x in busy.parts.items()}
     parts["bubble"] = total - busy.seconds * step.num_microbatches
-    timed.add_update(parts, rank)
+    sent: dict[str, float] = defaultdict(float)
+    sent |= {axis: x * step.num_microbatches for axis, x in busy.sent.items()}
+    timed.add_update(parts, rank, sent)
     launched = busy.kernels * step.num_microbatches
     parts = _add_surroundings(parts, launched, step.mesh.size, hardware, software)
     flops = _count_flops(step)
@@ -408,6 +410,7 @@ def estimate_step(
     for name, seconds in parts.items():
         if name.startswith("over "):
             exposed[name.removeprefix("over ")] += seconds
+    exposed["pp"] += parts.get("sends", 0.0)
     samples = step.samples
     title = f"{samples:,} samples of {step.pieces.seq:,} tokens on {step.mesh or 'one GPU'}"
     lanes = _add_update_lanes(lanes, total, sum(parts.values()))
@@ -420,6 +423,7 @@ def estimate_step(
             hardware, software, quantised=any(map(is_quantised, _list_programs(step.pieces))),
             experts=step.pieces.config.moe is not None, seq=step.pieces.seq,
         ),
+        MappingProxyType({axis: x for axis, x in sent.items() if x}),
     )  # fmt: skip
 
 
@@ -518,38 +522,47 @@ class _StepTimes:
         for index in range(len(rows[0][0].programs)):
             each = [(self._measure_times(piece, index), n) for piece, n in rows]
             parts: dict[str, float] = defaultdict(float)
+            sent: dict[str, float] = defaultdict(float)
             for times, n in each:
                 for name, seconds in times.parts.items():
                     parts[name] += seconds * n
+                for axis, seconds in times.sent.items():
+                    sent[axis] += seconds * n
             # what is sent: forward by all but the last stage, backward by all but the first
             sends = index < 2 and not (ends[1] if index == 0 else ends[0])
-            if sends and not self.software.async_sends and self.step.num_ranks > 1:
-                parts["sends"] += self.transfer
+            if sends and self.step.num_ranks > 1:
+                sent["pp"] += self.transfer
+                if not self.software.async_sends:
+                    parts["sends"] += self.transfer
             kernels = sum(times.kernels * n for times, n in each)
-            made.append(Times(sum(parts.values()), parts, kernels, {}))
+            made.append(Times(sum(parts.values()), parts, kernels, sent))
         return self._hide_exchanges(made)
 
     def _hide_exchanges(self, made: list[Times]) -> list[Times]:
         """The times, if exchanges of experts hide under the other half of a combined cell.
 
-        DualPipe computes a microbatch's forward with another one's backward, all but about one in
-        p / m of them. Exchanges take a share of the multiprocessors meanwhile, by which they slow
-        what hides them.
+        DualPipe computes a microbatch's forward with another one's whole backward, all but about
+        one in p / m of them. Such a cell takes as long as all that it computes, all that it sends,
+        or one microbatch's forward, or its backward but for gradients of weights, with what these
+        send and wait for: the longest. Exchanges take a share of the multiprocessors meanwhile, by
+        which they slow what hides them.
         """
         step = self.step
-        paired = max(0.0, 1 - step.num_ranks / step.num_microbatches)
         if step.schedule not in _COMBINED or not self.software.overlap:
             return made
-        found = list(made)
-        for index, other in ((0, 1), (1, 0)):
-            parts, free = dict(made[index].parts), made[other].computing
-            for name in (f"over {axis}" for axis in step.pieces.options.expert_axes):
-                sent = parts.get(name, 0.0)
-                hidden = min(sent, free)
-                free -= hidden
-                if sent:
-                    parts[name] = sent - paired * hidden * (1 - _TAKEN)
-            found[index] = replace(made[index], seconds=sum(parts.values()), parts=parts)
+        names = {f"over {axis}" for axis in step.pieces.options.expert_axes}
+        sent = [sum(x for name, x in t.parts.items() if name in names) for t in made]
+        busy = [times.computing for times in made]
+        if not sum(sent):
+            return made
+        longest = max(sum(busy), sum(sent), busy[0] + sent[0], busy[1] + sent[1])
+        paired = max(0.0, 1 - step.num_ranks / step.num_microbatches)
+        hidden = paired * (sum(busy) + sum(sent) - longest) / sum(sent)
+        left = 1 - hidden * (1 - _TAKEN)
+        found = []
+        for times in made:
+            parts = {name: x * (left if name in names else 1) for name, x in times.parts.items()}
+            found.append(replace(times, seconds=sum(parts.values()), parts=parts))
         return found
 
     def _measure_times(self, piece: TracedPiece, index: int) -> Times:
@@ -588,13 +601,16 @@ class _StepTimes:
     def busy(self, rank: int) -> Times:
         """The times of a pipeline rank for one microbatch."""
         parts: dict[str, float] = defaultdict(float)
+        sent: dict[str, float] = defaultdict(float)
         kernels, pipes = 0, self.step.num_pipes
         for stage in self.step.stages_of(rank):
             for times in self.stages[stage]:
                 kernels += times.kernels
+                for axis, seconds in times.sent.items():
+                    sent[axis] += seconds / pipes
                 for name, seconds in times.parts.items():
                     parts[name] += seconds / pipes
-        return Times(sum(parts.values()), parts, round(kernels / pipes), {})
+        return Times(sum(parts.values()), parts, round(kernels / pipes), sent)
 
     def _sum_seconds(self, rank: int, index: int) -> float:
         """Seconds of all forwards (0) or backwards (1) of a microbatch on a rank."""
@@ -664,11 +680,14 @@ class _StepTimes:
     def sum_update(self, rank: int) -> float:
         """Seconds before and after the pipeline."""
         parts: dict[str, float] = {}
-        self.add_update(parts, rank)
+        self.add_update(parts, rank, defaultdict(float))
         return sum(parts.values())
 
-    def add_update(self, parts: dict[str, float], rank: int) -> None:
-        """Add the reductions of gradients, the update, and the gathers of parameters."""
+    def add_update(self, parts: dict[str, float], rank: int, sent: dict[str, float]) -> None:
+        """Add the reductions of gradients, the update, and the gathers of parameters.
+
+        To `parts` what is exposed of them, and to `sent`, by axis, all communication.
+        """
         step, hardware = self.step, self.hardware
         rows = step.held_by(rank)
         whole, experts, num_bytes = step.num_params(rank)
@@ -677,8 +696,8 @@ class _StepTimes:
         apart = step.pieces.options.expert_axes
         of_experts = tuple(axis for axis in _REDUCED_OVER if axis not in apart)
         for axes, count in ((_REDUCED_OVER, whole - experts), (of_experts, experts)):
-            self._add_reductions(parts, axes, count, params, layers, rank)
-        self._add_tied_embedding(parts)
+            self._add_reductions(parts, sent, axes, count, params, layers, rank)
+        self._add_tied_embedding(parts, sent)
         own = _count_owned(step, whole, experts)
         state = step.state
         moved = own * (state.grad + params + (0 if step.offload else 2 * state.optimizer))
@@ -691,6 +710,7 @@ class _StepTimes:
     def _add_reductions(
         self,
         parts: dict[str, float],
+        sent: dict[str, float],
         axes: tuple[str, ...],
         count: float,
         param_bytes: float,
@@ -706,10 +726,12 @@ class _StepTimes:
             return
         reach, state = self.placement.reach(axes), step.state
         num_bytes = count * (state.reduce or state.grad)
-        name = f"over {'+'.join(axes)}"
+        joined = "+".join(axes)
+        name = f"over {joined}"
         divided = step.zero > 0 or ("fsdp" in axes and not inside)
         op = "psum_scatter" if divided else "psum"
         reduced = hardware.collective_seconds(op, num_bytes, reach)
+        sent[joined] += reduced * (step.num_microbatches if step.zero == 2 else 1)
         last = self._sum_seconds(rank, 1) * self._overlapped
         parts[name] = parts.get(name, 0.0) + _hide_behind(
             reduced, last if software.overlap_grads else 0.0, layers
@@ -719,6 +741,7 @@ class _StepTimes:
             parts[name] += (step.num_microbatches - 1) * _hide_behind(reduced, window, layers)
         if divided:
             gathered = hardware.collective_seconds("all_gather", count * param_bytes, reach)
+            sent[joined] += gathered
             first = self._sum_seconds(rank, 0) * self._overlapped
             parts[name] += _hide_behind(gathered, first if software.overlap_params else 0.0, layers)
 
@@ -735,7 +758,7 @@ class _StepTimes:
         few = min(step.num_ranks, step.num_microbatches)
         return (few * (step.chunks - 1) + 1) / step.chunks
 
-    def _add_tied_embedding(self, parts: dict[str, float]) -> None:
+    def _add_tied_embedding(self, parts: dict[str, float], sent: dict[str, float]) -> None:
         """The reduction of a tied embedding's gradients over the first and last stage."""
         step, config = self.step, self.step.pieces.config
         if not config.tied or step.num_ranks == 1:
@@ -744,6 +767,7 @@ class _StepTimes:
         reach = self.placement.reach("pp").pair()
         num_bytes = shared * (step.state.reduce or step.state.grad)
         parts["over pp"] = self.hardware.collective_seconds("psum", num_bytes, reach)
+        sent["pp"] += parts["over pp"]
 
 
 def _draw_lanes(found: pipeline.Timeline) -> list[Lane]:

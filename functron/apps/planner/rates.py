@@ -201,9 +201,11 @@ def fuse_program(program: Code, software: Software, load: ExpertLoad = BALANCED)
         part = min(1.0, part * load.imbalance)
         whole = found[product]
         found[product] = whole._replace(flops=whole.flops * part, num_bytes=whole.num_bytes * part)
+    quantised = any(equation.name.startswith("scaled_") for equation in found)
+    sent = load.imbalance * (software.sent_part if quantised else 1.0)
     for equation, work in found.items():
         if work.what == "ragged_all_to_all":
-            found[equation] = work._replace(num_bytes=work.num_bytes * load.imbalance)
+            found[equation] = work._replace(num_bytes=work.num_bytes * sent)
     if software.sums_in_products:
         for each in blocks:
             for product, chain in find_sums_in_products(each):

@@ -55,6 +55,7 @@ class Estimate:
         step_seconds: the expected time.
         parts: seconds by cause, which add up to `step_seconds`.
         exposed: by axis, seconds of communication that is not overlapped.
+        sent: by axis, seconds of all communication of the rank that computes longest.
         bubble_seconds: waits for other ranks of the pipeline.
         model_flops: per step on all GPUs, half of causal attention; see `functron.program.cost`.
         model_flops_whole: with all of causal attention.
@@ -82,14 +83,26 @@ class Estimate:
     lanes: tuple[Lane, ...] = ()
     notes: tuple[str, ...] = ()
     doubts: Mapping[str, float] = field(default_factory=dict)
+    sent: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def hidden(self) -> Mapping[str, float]:
+        """By axis, seconds of communication under which the rank computes."""
+        return {
+            axis: max(0.0, seconds - self.exposed.get(axis, 0.0))
+            for axis, seconds in self.sent.items()
+        }
 
     @property
     def spread(self) -> float:
         """The standard deviation of log(measured / predicted).
 
-        That of the machine's calibration on held-out model sizes, and all `doubts`.
+        That of the machine's calibration on held-out model sizes, and all `doubts`. The spread of a
+        software's own runs is over whole steps: what a calibrated machine misses is in it already.
         """
-        return math.hypot(self.hardware.calibration.spread, *self.doubts.values())
+        made = self.hardware.calibration
+        known = self.software.spread and made.rows
+        return math.hypot(0.0 if known else made.spread, *self.doubts.values())
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -168,12 +181,23 @@ class Estimate:
             rows.append([name, f"{seconds:.4g}", share, _MADE_OF.get(name, _OVER)])
         rows.append(["all", f"{sum(self.parts.values()):.4g}", "100.0%", ""])
         lines = [*head, table(rows)]
+        if any(self.sent.values()):
+            lines += ["", self._list_communication()]
         if self.memory:
             sizes = [["memory of the fullest rank", "bytes"]]
             sizes += [[name, bytes_text(x)] for name, x in self.memory.items()]
             has = f"{bytes_text(self.memory_bytes)} of {bytes_text(self.hardware.memory_bytes)}"
             lines += ["", table([*sizes, ["all", has]])]
         return "\n".join([*lines, "", *self._list_remarks()])
+
+    def _list_communication(self) -> str:
+        """The seconds of communication by axis as a table: all, hidden and exposed."""
+        rows = [["communication over", "seconds", "hidden", "exposed", "of the step"]]
+        for axis, seconds in sorted(self.sent.items(), key=lambda row: -row[1]):
+            exposed, hidden = self.exposed.get(axis, 0.0), self.hidden[axis]
+            cells = [f"{x:.4g}" for x in (seconds, hidden, exposed)]
+            rows.append([axis, *cells, f"{exposed / self.step_seconds:.1%}"])
+        return table(rows, left=1)
 
     def _list_remarks(self) -> list[str]:
         made = self.hardware.calibration
@@ -182,7 +206,8 @@ class Estimate:
         else:
             kin = f", efficiencies are those of {made.kin}" if made.kin else ""
             seen = f"never compared with a run{kin}"
-        rows = [f"{self.hardware.name}: {seen}; spread {made.spread:.1%}"]
+        within = ", within that of its software" if self.software.spread and made.rows else ""
+        rows = [f"{self.hardware.name}: {seen}; spread {made.spread:.1%}{within}"]
         listed = ", ".join(f"{name} {x:.0%}" for name, x in self.doubts.items())
         rows += [f"the interval allows for {listed}"] if listed else []
         return [*rows, *self.notes]

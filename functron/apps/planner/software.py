@@ -42,6 +42,9 @@ class Software:
             empty: its own.
         fused_casts: kernels write quantised values themselves, scaled by the magnitudes of the
             steps before (Transformer Engine's delayed scaling).
+        sent_part: of a program in 8 bits what exchanges of experts send, times the program's bytes.
+        exchange_part: of the network's bandwidth what exchanges of experts reach; 0: as other
+            collectives of the machine.
         pace: the rate of matrix products and attention, times that of the machine's calibration.
         spread: standard deviation of log(measured / predicted) over published runs of it; 0: it is
             the software of the machine's calibration, or none is known.
@@ -60,6 +63,8 @@ class Software:
     graphs: bool = False
     attention: str = ""
     fused_casts: bool = False
+    sent_part: float = 1.0
+    exchange_part: float = 0.0
     pace: float = 1.0
     spread: float = 0.0
 
@@ -71,6 +76,12 @@ class Software:
 
     def adjust(self, hardware: Hardware) -> Hardware:
         """The machine with the rates that the software's kernels reach."""
+        network = hardware.network
+        if self.exchange_part:
+            rate = {"bytes_per_second": network.bytes_per_second * self.exchange_part}
+            rate["latency_seconds"] = network.latency_seconds
+            known = MappingProxyType({**network.measured, "all_to_all": rate})
+            hardware = replace(hardware, network=replace(network, measured=known))
         if self.pace == 1 and not self.attention:
             return hardware
         matmul, rates, prefix = hardware.matmul, dict(hardware.attention), f"{self.attention}_"
@@ -111,6 +122,12 @@ TORCHTITAN = Software("torchtitan", sums_in_products=False, attention="fa2", pac
 """FSDP2 with torch.compile by layer, and torch's attention, which is FlashAttention-2."""
 LLM_FOUNDRY = replace(TORCHTITAN, name="llm-foundry", fusion="pointwise", pace=0.918, spread=0.055)
 """FSDP without a compiler, and FlashAttention-2."""
+DEEPSEEK = Software("DeepSeek's", sent_part=0.758, exchange_part=0.8, spread=0.1)
+"""Software that trained DeepSeek-V3: tokens are sent to experts in 8 bits with a float32 for 128
+values, 0.516 of bf16's bytes, and come back in bf16 (report, section 3.3.3). Exchanges over 64
+ranks reach 46 and 45 GB/s of 50 (DeepEP's README of February 2025), of which one in 8 stays in the
+node.
+"""
 DEEPSPEED = replace(MEGATRON_2021, name="Megatron-DeepSpeed", pace=0.72, spread=0.095)
 """Megatron-LM of 2021 with ZeRO: MT-NLG and BLOOM."""
 

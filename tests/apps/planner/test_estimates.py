@@ -33,7 +33,7 @@ from functron.apps.planner.measurements import estimate_run
 from functron.apps.planner.rates import ExpertLoad, fuse_program, time_program
 from functron.apps.planner.report import list_doubts
 from functron.apps.planner.search import trace_run
-from functron.apps.planner.software import MEGATRON_2021, NEMO, TORCHTITAN
+from functron.apps.planner.software import DEEPSEEK, MEGATRON_2021, NEMO, TORCHTITAN
 from functron.models import gpt
 from functron.models.options import ModelOptions
 from functron.nn.moe import MoEConfig
@@ -328,6 +328,97 @@ def test_two_hops_take_less_time_between_nodes():
     assert two["ep"] == pytest.approx(one["ep"], rel=0.1)
 
 
+def test_communication_is_hidden_or_exposed(plain):
+    """Megatron-LM of 2021 waits for all that it sends; the same bytes hide in functron's steps.
+
+    By hand: a layer sums its residual stream twice forward and twice backward, the embedding and
+    the head once each; gradients in float32 are scattered, parameters in bfloat16 gathered, and
+    two numbers of a microbatch's loss summed.
+    """
+    mesh = Mesh(dp=2, tp=8)
+    step = PlannedStep(plain, mesh, 8, zero=1)
+    waits = estimate_step(step, QUIET, software=MEGATRON_2021)
+    hides = estimate_step(step, QUIET)
+    placed = RankPlacement.on(mesh, QUIET)
+    each = QUIET.collective_seconds("psum", 4 * 2048 * 1024 * 2, placed.reach("tp"))
+    params = 16 * 12 * 1024**2 / 8 + 51200 / 8 * 1024 + 2048 * 1024
+    over_dp = QUIET.collective_seconds("psum_scatter", 4 * params, placed.reach("dp"))
+    over_dp += QUIET.collective_seconds("all_gather", 2 * params, placed.reach("dp"))
+    over_dp += 8 * 2 * QUIET.collective_seconds("psum", 4, placed.reach("dp"))
+    for found in (waits, hides):
+        assert found.sent["tp"] == pytest.approx(8 * (16 * 4 + 2) * each, rel=0.02)
+        assert found.sent["dp"] == pytest.approx(over_dp, rel=0.01)
+        for axis, seconds in found.sent.items():
+            assert found.hidden[axis] + found.exposed[axis] == pytest.approx(seconds)
+            assert found.exposed[axis] == found.parts[f"over {axis}"]
+    assert waits.hidden == pytest.approx({"tp": 0.0, "dp": 0.0}, abs=1e-9)
+    assert hides.hidden["dp"] > 0.5 * over_dp
+    listed = hides.explain().split("communication over")[1].splitlines()[1:3]
+    shown = {row.split()[0]: [float(x) for x in row.split()[1:4]] for row in listed}
+    for axis in ("tp", "dp"):
+        numbers = [hides.sent[axis], hides.hidden[axis], hides.exposed[axis]]
+        assert shown[axis] == pytest.approx(numbers, rel=1e-3)
+
+
+@pytest.mark.parametrize("far", [1e9, 1e14])
+def test_exchanges_hide_under_whole_backwards(far):
+    """In a combined cell exchanges hide under all that it computes, gradients of weights too.
+
+    By hand: on slow links a cell is as long as what it sends, on fast ones all hides; 20 of 132
+    multiprocessors are taken meanwhile. 2 of 4 microbatches have another one beside them, and 30
+    of 32.
+    """
+    config = gpt.GPTConfig(
+        vocab_size=512, num_layers=2, embed_dim=1024, num_heads=8, mlp_dim=2048, max_seq=1024,
+        moe=MoEConfig(num_experts=16, top_k=2, expert_dim=2048), dtype="bfloat16",
+    )  # fmt: skip
+    pieces = trace_pieces(config, Mesh(ep=8), rows=1, seq=1024, split=True)
+    machine = replace(QUIET, domain=replace(QUIET.domain, bytes_per_second=far))
+    mesh, free = Mesh(pp=2, dp=2, ep=8), 1 - 20 / 132
+    few, many = (
+        estimate_step(PlannedStep(pieces, mesh, m, schedule="dualpipe"), machine) for m in (4, 32)
+    )
+    over = few.parts["over ep"] / 4
+    computed = sum(few.parts[name] for name in ("products", "attention", "memory")) / 4
+    slow = far < 1e12
+    assert (over > computed) == slow
+    hidden = free * (computed if slow else over / (1 - free / 2))  # of a cell
+    found = many.parts["over ep"] / 32
+    assert found == pytest.approx(over - (30 / 32 - 2 / 4) * hidden, rel=1e-3)
+
+
+def test_deepseeks_own_software_sends_fewer_bytes():
+    """Tokens go out in 8 bits, (1 + 4 / 128) / 2 of bf16's bytes, and come back in bf16."""
+    given = {"model": "deepseek-v3", "gpt__num_layers": 2, "gpt__dense_layers": 1, "seq": 4096}
+    given |= {"gpt__mtp_depth": 0, "expert_room": 1.25}
+    config = configure(**given, mesh="ep=64", global_batch=64, compile=True)
+    sent = {}
+    for precision in ("bf16", "fp8-block"):
+        run = make_setup(with_precision(config, precision), Mesh(ep=64))
+        ((layer, _),) = [
+            row for name, row in trace_run(run, 1).layers.items() if name.startswith("blocks")
+        ]
+        for software in (FUNCTRON, DEEPSEEK):
+            work = fuse_program(layer.programs[0], software).work.values()
+            found = [x.num_bytes for x in work if x.what == "ragged_all_to_all"]
+            sent[precision, software.name] = sum(found)
+    ours, own = FUNCTRON.name, DEEPSEEK.name
+    assert sent["bf16", own] == sent["bf16", ours]
+    part = (1 + (1 + 4 / 128) / 2) / 2
+    assert sent["fp8-block", own] / sent["fp8-block", ours] == pytest.approx(part, rel=1e-3)
+
+
+def test_published_exchanges():
+    """DeepEP's 4,096 tokens of 7,168 on 8 nodes: 46 GB/s, counting what stays in the node."""
+    h100 = hardware("h100")
+    placed = RankPlacement.on(Mesh(ep_node=8, ep=8), h100)
+    num_bytes = 4096 * 4 * 7168
+    found = DEEPSEEK.adjust(h100).collective_seconds(
+        "ragged_all_to_all", num_bytes, placed.reach("ep_node")
+    )
+    assert found == pytest.approx(num_bytes / 46e9, rel=0.03)
+
+
 def test_memory_by_hand(plain):
     """Korthikanti et al. 2022, equation 2, without masks and scores: s b h (8 + 24 / t) a layer."""
     assert isinstance(plain.embed, TracedPiece)
@@ -457,6 +548,11 @@ def test_intervals_are_wider_the_farther_a_step_is_from_what_was_calibrated(plai
     assert list_doubts(hardware("cpu"), FUNCTRON) == {}  # the guess of its spread has all in it
     other = estimate_step(step, A100, software=TORCHTITAN, exact=False)
     assert list(other.doubts.values()) == [TORCHTITAN.spread]
+    assert other.spread == TORCHTITAN.spread  # whole steps, so the machine's is not added again
+    assert "within that of its software" in other.explain()
+    unknown = estimate_step(step, hardware("b200"), software=TORCHTITAN, exact=False)
+    machine = hardware("b200").calibration.spread
+    assert unknown.spread == pytest.approx(math.hypot(machine, TORCHTITAN.spread))
     _, *rows = planner.compare_software([near, other]).splitlines()
     assert [row.partition("  ")[0] for row in rows] == [known.name, TORCHTITAN.name]
     assert (
