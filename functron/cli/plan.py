@@ -63,6 +63,7 @@ from functron.training.rooms import EXPERT_ROOM
 from functron.training.setup import make_setup
 
 if TYPE_CHECKING:
+    from functron.apps.planner.machines import Hardware
     from functron.apps.planner.search import (
         Choices,
         SearchResult,
@@ -92,13 +93,15 @@ class PlanOptions:
         run: a run folder or config.toml, whose model, batches and optimizer are planned; default:
             the preset of --model.
         gpus: number of GPUs.
+        nodes: nodes x GPUs of each, such as 8x8, in place of --gpus: NVLink connects the GPUs of a
+            node (of a rack, if it is one), and the network nodes; empty: as the machine says.
         seq: tokens per sample; 0: 8,192, or the model's longest where that is shorter.
         global_batch: samples per step, over all GPUs.
         precision: precision policy, as for functron train; auto: bf16, or float32 on a CPU.
         hardware: name of a known machine, or the path of a TOML file that describes one.
         fix: settings that all candidates have, such as tp=8,pp=16,remat=full: pp, dp, fsdp, cp, ep,
-            tp, schedule, chunks, rows (samples per rank and microbatch), microbatches, remat,
-            sequence_parallel, zero, gather, precision, offload.
+            tp, schedule, chunks, layout (such as first=0,last=0), rows (samples per rank and
+            microbatch), microbatches, remat, sequence_parallel, zero, gather, precision, offload.
         at_least: lower bounds of numeric settings, such as microbatches=8,tp=2.
         why: explain why candidates with these settings, such as pp=16,tp=4, are not the best.
         explain: show how the best step's time and memory add up.
@@ -124,13 +127,15 @@ class PlanOptions:
         expert_room: the rows for which a rank's experts have room, as for functron train: a little
             more times the balanced ones than the fullest rank is expected to get, whose time
             counts; 0: all of all ranks.
-        uneven: logical axes of parameters that ranks need not divide, as for functron train.
+        uneven: logical axes of parameters that ranks need not divide, as for functron train; embed
+            is added where fsdp does not divide it.
         picture: write step time over memory of the Pareto-optimal candidates to this file, as SVG.
         timeline: write the best step's timeline to this file: .svg, or .json for Perfetto.
     """
 
     run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[RUN]")]] = ""
     gpus: int = setting(8, least=1)
+    nodes: str = ""
     seq: int = setting(0, least=0)
     global_batch: int = setting(1024, least=1)
     precision: str = "auto"
@@ -208,7 +213,8 @@ def run(arguments: Sequence[str]) -> int:
         fixed = planner.parse_settings(options.fix, "fix")
         least = planner.parse_settings(options.at_least, "at-least", numbers=True)
         asked = planner.parse_settings(options.why, "why")
-        choices = planner.Choices(config, planner.hardware(options.hardware))
+        options, machine = _find_machine(options, arguments)
+        choices = planner.Choices(config, machine)
         more = {"precisions": _parse_precisions(options.precisions)} if options.precisions else {}
         space = choices.space(options.gpus, fixed=fixed, least=least, **more)
         sized = _find_gpus(options, space, choices)
@@ -322,6 +328,23 @@ def run_trial(config: str, out: str, kind: str) -> int:
     return run_guarded(take)
 
 
+def _find_machine(options: PlanOptions, arguments: Sequence[str]) -> tuple[PlanOptions, Hardware]:
+    """The options with the number of GPUs, and their machine.
+
+    Raises:
+        ValueError: the machine is not known, or its nodes are no such ones.
+    """
+    machine = planner.hardware(options.hardware)
+    if not options.nodes:
+        return options, machine
+    gpus, machine = planner.divide_nodes(options.nodes, machine)
+    given = value_of("--gpus", arguments)
+    if given is not None and options.gpus != gpus:
+        got, fix = f"{options.gpus} with --nodes {options.nodes}", "leave one of them out"
+        refuse("cannot plan this", "gpus", got, f"{gpus}, as the nodes have", fix)
+    return replace(options, gpus=gpus), machine
+
+
 def _find_gpus(options: PlanOptions, space: Space, choices: Choices) -> FoundSizes | None:
     """How many GPUs a deadline or a budget takes; None: neither is given."""
     if not (options.target_days or options.budget):
@@ -409,9 +432,10 @@ def _describe_plan(options: PlanOptions, choices: Choices, gpus: int) -> str:
         sure = f"calibrated on {calibration.rows} runs of {calibration.software}"
     else:
         sure = f"from data sheets, with the efficiencies of {calibration.kin or 'none'}"
+    nodes = f" in nodes of {machine.domain.gpus}" if options.nodes else ""
     return (
         f"{config.title}: {config.data.global_batch} samples of {config.data.seq} tokens a step on "
-        f"{gpus} x {machine.name} ({sure})"
+        f"{gpus} x {machine.name}{nodes} ({sure})"
     )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         MACHINES,
         Hardware,
         RankPlacement,
+        divide_nodes,
         hardware,
         is_known,
     )

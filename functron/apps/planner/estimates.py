@@ -270,11 +270,19 @@ def estimate_memory(step: PlannedStep) -> Mapping[str, int]:
     that the schedule keeps alive) and ``workspace`` (of the largest piece, and what other stages
     send). Memory of the runtime and libraries is not in it, nor in `Hardware.memory_bytes`.
     """
-    ranks = {*range(min(step.num_ranks, 2)), step.num_ranks - 1}
+    ranks = {*range(min(step.num_ranks, 2)), step.num_ranks - 1, _find_deepest(step)}
     if step.schedule not in _ROUND:  # gradients of weights may wait on any rank
         ranks = {*range(step.num_ranks)}
     found = [_rank_memory(step, rank) for rank in sorted(ranks)]
     return MappingProxyType(max(found, key=lambda row: sum(row.values())))
+
+
+def _find_deepest(step: PlannedStep) -> int:
+    """The first pipeline rank that has the most layers."""
+    each = [sum(n for piece, n in stage if piece.part.layers) for stage in step.stages]
+    return max(
+        range(step.num_ranks), key=lambda rank: sum(each[stage] for stage in step.stages_of(rank))
+    )
 
 
 def _rank_memory(step: PlannedStep, rank: int) -> dict[str, int]:

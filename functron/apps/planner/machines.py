@@ -20,6 +20,7 @@ import functools
 import itertools
 import math
 import os
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
@@ -403,10 +404,51 @@ def hardware(name: str | Path) -> Hardware:
     if text.lower() in MACHINES:
         return _read_file(_FOLDER / f"{text.lower()}.toml")
     path = Path(name)
+    if "," in text and not path.is_file():
+        wanted = "one kind of GPU, of which an estimate has the rates"
+        fix = "plan for the slowest kind alone, which others wait for, or for each kind by itself"
+        refuse("cannot plan for this hardware", "hardware", repr(text), wanted, fix)
     if not path.is_file():
         fix = f"{nearest(text.lower(), MACHINES)}; for another machine {_HELP}"
         refuse("cannot plan for this hardware", "hardware", repr(text), "a known machine", fix)
     return _read_file(path)
+
+
+_NODES = re.compile(r"([1-9]\d*)x([1-9]\d*)")
+
+
+@public
+def divide_nodes(nodes: str, machine: Hardware) -> tuple[int, Hardware]:
+    """The GPUs of nodes such as ``"8x8"``, and the machine with domains of a node's GPUs.
+
+    >>> gpus, machine = ft.plan.divide_nodes("8x4", ft.plan.hardware("h100"))
+    >>> gpus, machine.domain.gpus
+    (32, 4)
+
+    Args:
+        nodes: their number, and the GPUs of each, which NVLink connects.
+        machine: whose domains have as many GPUs or more.
+
+    Raises:
+        ValueError: nodes of several sizes, of more GPUs than NVLink connects, or of none.
+    """
+    title, wanted = "cannot plan for these nodes", "nodes x GPUs of each, such as 8x8"
+    found = [_NODES.fullmatch(part.strip().lower()) for part in nodes.split(",")]
+    counts = [(int(each[1]), int(each[2])) for each in found if each]
+    if len(counts) < len(found):
+        refuse(title, "nodes", repr(nodes), wanted)
+    if len(counts) > 1:
+        least = min(gpus for _, gpus in counts)
+        fewer = sum(count * (gpus // least) for count, gpus in counts)
+        fix = f"plan for groups that fit into each: {fewer}x{least}"
+        refuse(title, "nodes", repr(nodes), "nodes of one size", fix)
+    (count, gpus), most = counts[0], machine.domain.gpus
+    if gpus > most:
+        fix = f"{count * gpus // math.gcd(gpus, most)}x{math.gcd(gpus, most)}, or {_HELP}"
+        refuse(title, "nodes", repr(nodes), f"at most the {most} GPUs that NVLink connects", fix)
+    return count * gpus, dataclasses.replace(
+        machine, domain=dataclasses.replace(machine.domain, gpus=gpus)
+    )
 
 
 def find_hardware(device: str) -> Hardware:

@@ -52,7 +52,8 @@ def list_recipes() -> str:
 
 
 def _read_comments(name: str) -> list[str]:
-    """The lines above a recipe: the command that made it, and its estimate."""
+    """The lines above a recipe: the command that made it, its estimate, the published run that it
+    resembles, what the planner would rather do, and the source of the rest."""
     lines = read_recipe(name).splitlines()
     return [line.removeprefix("# ") for line in lines if line.startswith("# ")]
 

@@ -36,9 +36,13 @@ from functron.apps.planner.space import (
     REPLICA_AXES,
     Space,
     count_rows,
+    count_stages,
     describe_cells,
     describe_way,
+    find_layout,
+    head_layers,
     mesh_of,
+    sum_busiest,
 )
 from functron.core import random, tree
 from functron.core.chart import line_chart
@@ -416,10 +420,6 @@ _LATE = 1e9
 
 _SPLIT = ("zb-h1", "zb-h2", "zbv", "v-min", "v-half", "dualpipe", "dualpipe-half", "dualpipev")
 """Schedules that split backward into two parts."""
-_STAGES: Mapping[str, int] = MappingProxyType(
-    dict.fromkeys(("zbv", "v-min", "v-half", "dualpipev"), 2)
-)
-"""Stages per rank of schedules that are made for several."""
 _ALL_COUNTS = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2", "zbv", "v-min", "v-half")
 """Schedules for any number of microbatches."""
 
@@ -474,7 +474,7 @@ class Choices:
         found = list(
             self._make_once(("rules", _split_key(c)), lambda: self._find_split_problems(c))
         )
-        model, seq, ranks, mesh = c.gpt, c.data.seq, c.parallelism, mesh_of(c)
+        seq, ranks, mesh = c.data.seq, c.parallelism, mesh_of(c)
         parts = mesh["cp"] * (2 if mesh["cp"] > 1 and ranks.zigzag else 1)
         parts *= mesh["tp"] if ranks.sequence_parallel else 1
         if seq % parts:
@@ -489,15 +489,29 @@ class Choices:
             found.append(f"gather={ranks.gather} without fsdp")
         if mesh["pp"] == 1:
             return found
-        stages = mesh["pp"] * count_chunks(c)
-        if stages > model.num_layers:
-            found.append(f"{model.num_layers} layers for {stages} stages")
+        found += self._find_layout_problems(c)
         if ranks.schedule == "interleaved" and ranks.microbatches % mesh["pp"]:
             found.append(f"interleaved needs a multiple of pp={mesh['pp']} microbatches")
         elif ranks.schedule not in (*_ALL_COUNTS, "interleaved"):
             key = "schedule", ranks.schedule, mesh["pp"], ranks.microbatches, ranks.chunks
             found += self._make_once(key, lambda: _explain_refusal(c))
         return found
+
+    def _find_layout_problems(self, c: TrainConfig) -> list[str]:
+        """Why the layers cannot be divided among the stages like this."""
+        layers, stages = c.gpt.num_layers, mesh_of(c)["pp"] * count_chunks(c)
+        if c.parallelism.layout in ("", "even", "cost"):
+            return [f"{layers} layers for {stages} stages"] if stages > layers else []
+        key = "layout problems", c.parallelism.layout, stages
+
+        def find() -> list[str]:
+            try:
+                find_layout(c.parallelism.layout, layers, stages)
+            except ValueError as error:
+                return _split_message(error)
+            return []
+
+        return self._make_once(key, find)
 
     def _find_split_problems(self, candidate: TrainConfig) -> list[str]:
         """Why the model cannot be sharded like this."""
@@ -567,7 +581,7 @@ class Choices:
         layer = self._count_layer_bytes(c)
         reading = 3 * layer / self.machine.memory.bytes_per_second  # forward and twice backward
         waiting = self._guess_communication(c, layer) / 2 + max(0.0, reading - least / layers)
-        seconds = least * self._find_slowdown(c) + waiting * layers
+        seconds = least * self._find_slowdown(c) * self._find_imbalance(c) + waiting * layers
         if ranks.schedule in _SPLIT:  # weights' gradients fill a part of 1f1b's bubble
             filled = min(2 / 3, 2 / 3 * ranks.microbatches / mesh["pp"])
             seconds *= 1 + (1 - filled) * (mesh["pp"] - 1) / ranks.microbatches
@@ -575,6 +589,23 @@ class Choices:
         if mesh["fsdp"] > 1 and ranks.gather != "use":
             free -= layer * c.gpt.num_layers / mesh["pp"]
         return seconds + (self.guess_activations(c) >= _FAR * free) * _LATE
+
+    def _find_imbalance(self, c: TrainConfig) -> float:
+        """What the busiest rank of a pipeline computes, as a part of that of the even layout."""
+        ranks, pp = c.parallelism, mesh_of(c)["pp"]
+        stages, layers = pp * count_chunks(c), c.gpt.num_layers
+        if pp == 1 or ranks.layout in ("", "even", "cost") or stages > layers:
+            return 1.0
+
+        def find() -> float:
+            head = head_layers(c.gpt, c.data.seq)
+            own, even = (
+                sum_busiest(find_layout(layout, layers, stages), ranks.schedule, pp, head)
+                for layout in (ranks.layout, "even")
+            )
+            return own / even
+
+        return self._make_once(("imbalance", ranks.schedule, pp, stages, ranks.layout), find)
 
     def _count_layer_bytes(self, c: TrainConfig) -> float:
         """About the parameters of a layer on a rank, in 16 bits, where fsdp has gathered them."""
@@ -641,7 +672,7 @@ class Choices:
             mesh = ",".join(f"{a}={n}" for a, n in (("dp", size // ep), ("ep", ep)) if n > 1)
             ranks = replace(
                 c.parallelism, mesh=mesh, microbatches=1, schedule="1f1b", chunks=0, zero=0,
-                gather="use", sequence_parallel=False, uneven="",
+                gather="use", sequence_parallel=False, uneven="", layout="",
             )  # fmt: skip
             return replace(c, parallelism=ranks, data=replace(c.data, global_batch=size))
 
@@ -672,8 +703,22 @@ class Choices:
         ranks = c.parallelism
         return PlannedStep(
             self._trace_pieces(c), mesh_of(c), ranks.microbatches, ranks.schedule,
-            count_chunks(c), None, ranks.zero, self._find_state(c), c.optimizer.offload,
+            count_chunks(c), self._make_layout(c), ranks.zero, self._find_state(c),
+            c.optimizer.offload,
         )  # fmt: skip
+
+    def _make_layout(self, c: TrainConfig) -> pipeline.Layout | None:
+        """The layers of the stages; None: even, or no pipeline."""
+        mesh, ranks = mesh_of(c), c.parallelism
+        if mesh["pp"] == 1 or not ranks.layout:
+            return None
+        stages = mesh["pp"] * count_chunks(c)
+        if ranks.layout == "cost":  # by traces of the layers
+            return self._make_once(
+                ("layout", *_trace_key(c), stages), lambda: self._make_plan(c).partition.layout
+            )
+        key = "layout", ranks.layout, stages
+        return self._make_once(key, lambda: find_layout(ranks.layout, c.gpt.num_layers, stages))
 
     def _trace_pieces(self, c: TrainConfig) -> TracedPieces:
         return self._make_once(
@@ -685,7 +730,8 @@ def _split_key(c: TrainConfig) -> tuple:
     """The settings that a rank's share of the parameters depends on."""
     mesh, whole = mesh_of(c), c.parallelism.zero == 3
     axes = ("tp", "cp", "ep", "ep_node", "fsdp")
-    return (*(mesh[a] for a in axes), mesh["dp"] if whole else 1, whole)
+    data = mesh["dp"] if whole else 1
+    return (*(mesh[a] for a in axes), data, whole, c.parallelism.uneven)
 
 
 def _trace_key(c: TrainConfig) -> tuple:
@@ -695,18 +741,14 @@ def _trace_key(c: TrainConfig) -> tuple:
     gathered = ranks.gather != "step" and (mesh["fsdp"] > 1 or whole)
     fsdp = (ranks.gather, mesh["fsdp"], mesh["dp"] if whole else 1) if gathered else ("step",)
     split = mesh["pp"] > 1 and ranks.schedule in _SPLIT
-    own = c.compute.remat, ranks.sequence_parallel, c.precision.name, split
+    own = c.compute.remat, ranks.sequence_parallel, c.precision.name, split, ranks.uneven
     sizes = (mesh[axis] for axis in ("tp", "cp", "ep", "ep_node"))
     return *sizes, *fsdp, count_rows(c), *own
 
 
-_CHUNKED = ("interleaved", "breadth-first")
-
-
 def count_chunks(c: TrainConfig) -> int:
     """Stages of a rank of a run's pipeline."""
-    schedule = c.parallelism.schedule
-    return c.parallelism.chunks or _STAGES.get(schedule, 2 if schedule in _CHUNKED else 1)
+    return count_stages(c.parallelism.schedule, c.parallelism.chunks)
 
 
 def _explain_refusal(c: TrainConfig) -> list[str]:
@@ -763,7 +805,8 @@ def count_state_bytes(config: TrainConfig) -> StateBytes:
     model, own = config.gpt, config.gpt.torch_dtype.itemsize
     dense = min(1, model.dense_layers)
     small = replace(model, num_layers=1 + dense, dense_layers=dense)
-    alone = {"mesh": "", "zero": 0, "gather": "use", "schedule": "1f1b", "chunks": 0}
+    alone = {"mesh": "", "zero": 0, "gather": "use", "schedule": "1f1b"}
+    alone |= {"chunks": 0, "layout": ""}
     one = configure(config, gpt=small, optimizer__offload=False, **alone)
     made = make_setup(one, Mesh())
     held = tree.nbytes(made.init(random.key(0).to("meta")).opt_state)

@@ -7,7 +7,14 @@ import torch
 
 from functron.apps import planner
 from functron.apps.planner import MACHINES, Hardware, RankPlacement, hardware
-from functron.apps.planner.machines import Domain, GroupReach, MatmulRate, MemoryRates, Network
+from functron.apps.planner.machines import (
+    Domain,
+    GroupReach,
+    MatmulRate,
+    MemoryRates,
+    Network,
+    divide_nodes,
+)
 from functron.spmd import Mesh
 
 ROUND = replace(
@@ -175,3 +182,42 @@ def test_a_machine_is_a_value():
     assert isinstance(ROUND, Hardware)
     assert {hardware("a100"): 1}[hardware("a100")] == 1
     assert hardware("a100") != hardware("h100")
+
+
+def test_nodes_are_domains():
+    """4 GPUs of 8 go round over NVLink: 3/4 of the bytes; of nodes of 2 over two adapters."""
+    whole = hardware("h100")
+    gpus, halves = divide_nodes("4x2", whole)
+    assert (gpus, halves.domain.gpus) == (8, 2)
+    assert divide_nodes(" 1X8 ", whole) == (8, whole)
+    mesh, size = Mesh(dp=2, tp=4), 2**33
+    seconds = []
+    for machine in (whole, halves):
+        reach = RankPlacement.on(mesh, machine).reach("tp")
+        seconds.append(machine.collective_seconds("all_gather", size, reach))
+    near = 3 / 4 * size / (whole.domain.bytes_per_second * whole.domain.efficiency)
+    far = 3 / 4 * size / (2 * whole.network.bytes_per_second * whole.network.efficiency)
+    assert seconds == pytest.approx([near, far], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        ("8", "wanted nodes x GPUs of each, such as 8x8"),
+        ("0x8", "such as 8x8"),
+        ("8x8x8", "such as 8x8"),
+        ("ax8", "such as 8x8"),
+        ("4x8,2x4", "nodes of one size; fix: plan for groups that fit into each: 10x4"),
+        ("4x12", "at most the 8 GPUs that NVLink connects; fix: 12x4, or write one"),
+    ],
+)
+def test_nodes_that_are_none_are_refused(nodes, said):
+    with pytest.raises(ValueError, match="cannot plan for these nodes") as error:
+        divide_nodes(nodes, hardware("h100"))
+    assert said in str(error.value)
+
+
+def test_several_kinds_of_gpus_are_refused():
+    with pytest.raises(ValueError, match="one kind of GPU") as error:
+        hardware("h100,a100")
+    assert "plan for the slowest kind alone" in str(error.value)

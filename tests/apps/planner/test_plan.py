@@ -6,10 +6,12 @@ import io
 import json
 import math
 import re
+import shlex
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from contextlib import redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,11 +34,13 @@ from functron.apps.planner.space import (
     AXES,
     CHOSEN,
     count_rows,
+    mesh_of,
 )
 from functron.cli.main import main
 from functron.cli.train import own_machine
 from functron.core.settings import value_at
 from functron.spmd import DATA_AXES, Mesh
+from functron.training import run_folder
 from functron.training.config import TrainConfig, configure, load, with_model
 from functron.training.setup import make_setup
 from tests.fuzz import TOLERANCES, differences, records
@@ -137,6 +141,59 @@ def test_what_is_written_is_a_run(planned, output, capsys):
     assert any(event["ph"] == "X" for event in events)
 
 
+def losses_of(words: list[str], *more: object) -> list[float]:
+    """The losses of two steps in float32 that a command trains with these options added."""
+    given = [*words, "--precision", "float32", "--no-compile", "--format", "mock",
+             "--steps", "2", "--learning-rate.warmup-steps", "0", *more]  # fmt: skip
+    assert main([str(word) for word in given]) == 0
+    return [record["loss"] for record in run_folder.records(Path(given[-1]))]
+
+
+ALONE = [
+    "--mesh", "", "--layout", "", "--schedule", "1f1b", "--chunks", "0", "--uneven", "", "--zero",
+    "0", "--gather", "use", "--microbatches", "1", "--no-sequence-parallel", "--device", "cpu",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fixed", "layout"),
+    [
+        # 4 layers on 6 stages; and a head of 8,192 x 64 products on 2, which takes 13 layers
+        ("pp=2,dp=2,schedule=interleaved,chunks=3", "first=0,last=0"),
+        ("pp=2,dp=2,schedule=1f1b,layout=last=0", "last=0"),
+    ],
+)
+def test_the_command_of_a_plan_with_lighter_ends_trains_as_one_rank(
+    fixed, layout, tmp_path, capsys
+):
+    sizes = ["--gpt.num-layers", "4", "--gpt.embed-dim", "64", "--gpt.num-heads", "4",
+             "--gpt.num-kv-heads", "2", "--gpt.mlp-dim", "96", "--gpt.vocab-size", "8192"]  # fmt: skip
+    given = ["plan", "--model", "llama3-tiny", *sizes, "--seq", "32", "--global-batch", "8",
+             "--gpus", "4", "--fix", f"{fixed},rows=1,remat=none", "--out", tmp_path / "run.toml"]  # fmt: skip
+    assert main([str(word) for word in given]) == 0
+    said = capsys.readouterr().out
+    assert f" {layout} " in said
+    command = shlex.split(re.search(r"functron (train --config \S+)", said)[1])
+    assert load(command[2]).parallelism.layout == layout
+    got = losses_of(command, "--device", "cpu", "--out", tmp_path / "got")
+    want = losses_of(command, *ALONE, "--out", tmp_path / "want")
+    assert got == pytest.approx(want, rel=1e-5)
+    assert want[0] != want[1]
+
+
+def test_the_command_of_a_plan_that_pads_trains_as_one_rank(tmp_path, capsys):
+    """64 embedded dims on 3 ranks."""
+    given = ["plan", "--model", "llama3-tiny", "--gpt.num-layers", "1", "--gpt.embed-dim", "64",
+             "--seq", "32", "--global-batch", "6", "--gpus", "3", "--cpu-seconds", "2",
+             "--fix", "fsdp=3,rows=1,remat=none", "--out", str(tmp_path / "run.toml")]  # fmt: skip
+    assert main(given) == 0
+    command = shlex.split(re.search(r"functron (train --config \S+)", capsys.readouterr().out)[1])
+    assert load(command[2]).parallelism.uneven == "embed"
+    got = losses_of(command, "--device", "cpu", "--out", tmp_path / "got")
+    want = losses_of(command, *ALONE, "--out", tmp_path / "want")
+    assert got == pytest.approx(want, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -149,12 +206,25 @@ def test_what_is_written_is_a_run(planned, output, capsys):
         (["--timeline", "x.png"], "ends in .svg or .json"),
         (["--precision", "bf17"], "did you mean 'bf16'?"),
         (["--precisions", "bf16,bf17"], "got 'bf17'"),
+        (["--nodes", "3x8"], "gpus: got 16 with --nodes 3x8; wanted 24, as the nodes have"),
+        (["--hardware", "h100,a100"], "plan for the slowest kind alone"),
     ],
 )
 def test_mistakes_are_messages(more, said, capsys):
     arguments = ["plan", "--model", "llama3-tiny", "--gpus", "16", "--global-batch", "16", *more]
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_nodes_set_the_gpus_and_what_tp_may_span(capsys):
+    given = ["plan", "--model", "llama3-tiny", "--gpt.num-layers", "1", "--seq", "64",
+             "--global-batch", "16", "--fix", "rows=1,remat=none,dp=4,tp=2,zero=1", "--nodes", "4x2",
+             "--gpus", "8", "--cpu-seconds", "1"]  # fmt: skip
+    assert main(given) == 0
+    assert "on 8 x NVIDIA H100 80GB SXM in nodes of 2 (" in capsys.readouterr().out
+    gpus, machine = planner.divide_nodes("4x2", hardware("h100"))
+    space = Choices(with_model(configure(global_batch=8), "llama3-tiny"), machine).space(gpus)
+    assert {mesh_of(c)["tp"] for c in space.candidates()} == {1, 2}
 
 
 @pytest.mark.applications("zoo")
@@ -282,7 +352,7 @@ def test_recipes_are_listed_and_shown(capsys):
     shown = capsys.readouterr().out
     assert 'model = "llama3-405b"' in shown
     assert shown.startswith("# functron plan --model llama3-405b --gpus 16384 --hardware h100")
-    assert main(["recipe", "show", "llama3-405b"]) == 2
+    assert main(["recipe", "show", "llama3-405b-1638"]) == 2
     assert "did you mean 'llama3-405b-16384'?" in capsys.readouterr().err
     assert main(["recipe", "show"]) == 2
     assert "wanted one of" in capsys.readouterr().err
@@ -309,6 +379,43 @@ def test_recipes_are_runs_that_fit(name):
     chosen = {name: value_at(config, path) for name, path in CHOSEN.items()}
     chosen |= {axis: mesh[axis] for axis in AXES} | {"rows": count_rows(config)}
     assert [*choices.space(mesh.size, fixed=chosen).candidates()] == [config]
+
+
+SEEDS = {
+    "llama3-8b-cp2-8": {"dp": 4, "cp": 2},
+    "llama3-70b-64": {"dp": 2, "tp": 4, "pp": 4, "cp": 2},
+    "llama3-405b-1024": {"dp": 8, "tp": 8, "pp": 8, "cp": 2},
+    "gpt3-175b-128": {"dp": 4, "tp": 4, "pp": 8},
+    "gpt3-175b-512": {"dp": 16, "tp": 4, "pp": 8},
+}
+"""Layouts of NVIDIA's recipes: dp by hand, the GPUs divided by the other axes."""
+
+
+@pytest.mark.applications("guard")
+@pytest.mark.parametrize("name", SEEDS)
+def test_seeds_have_the_layouts_of_other_libraries(name):
+    mesh = Mesh.parse(load_recipe(name).parallelism.mesh)
+    axes = {axis: size for axis, size in mesh.axes if size > 1}
+    axes["dp"] = axes.get("dp", 1) * axes.pop("fsdp", 1)  # which the planner chooses between
+    assert axes == SEEDS[name]
+
+
+@pytest.mark.applications("guard")
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_say_what_they_resemble_and_what_the_planner_would_rather_do(name):
+    """The command and four lines; nothing takes longer than what the planner would rather do."""
+    lines = [x.removeprefix("# ") for x in read_recipe(name).splitlines() if x.startswith("# ")]
+    command, expected, resembles, choice, source = lines
+    assert "GiB of the fullest rank" in expected
+    low, high = re.search(r"\((\S+) to (\S+)\)", expected).groups()
+    seconds = [float(re.search(r": (\S+) s a step", x)[1]) for x in (expected, choice)]
+    assert float(low) < seconds[0] < float(high)
+    assert seconds[1] <= seconds[0]
+    fixed = " --fix " in command
+    assert choice.startswith("the planner would rather: " if fixed else "the planner's choice: ")
+    assert fixed or seconds[1] == seconds[0]
+    assert resembles.startswith("resembles: ")
+    assert source.startswith("batch and learning rate: ")
 
 
 def machine_of(name: str) -> str:

@@ -30,6 +30,7 @@ from functron.apps.planner.space import (
     Space,
     count_data_ranks,
     count_rows,
+    lighten_ends,
     mesh_of,
     parse_settings,
 )
@@ -98,7 +99,7 @@ WHOLE = with_precision(configure(gpt={"num_layers": 8}, seq=128, global_batch=32
 
 
 def space(config: TrainConfig = WHOLE, **given: Any) -> Space:
-    return Space(config, **{"gpus": 8, "schedules": ("1f1b",), **given})
+    return Space(config, **{"gpus": 8, "schedules": ("1f1b",), "lighter_ends": False, **given})
 
 
 def way(config: TrainConfig, sizes: dict[str, int], **given: Any) -> TrainConfig:
@@ -148,6 +149,41 @@ def test_pipelines_have_schedules_and_chunks_and_others_none():
         *((pp, name, 0) for pp in (2, 4, 8) for name in ("1f1b", "zbv")),
         (2, "interleaved", 2), (2, "interleaved", 4), (4, "interleaved", 2),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        # 126 layers on 128 stages (Grattafiori et al. 2024, section 3.3.2), and on 127
+        ((126, 0.65, "interleaved", 16, 8), "first=0,last=0"),
+        ((8, 0.0, "1f1b", 9, 0), "last=0"),
+        ((8, 0.0, "1f1b", 11, 0), ""),
+        # 32 on 8: the last has 4 + 2.2; with 2, the others have 30 / 7: 4 or 5
+        ((32, 2.2, "1f1b", 8, 0), "last=2"),
+        ((32, 0.9, "1f1b", 8, 0), ""),  # 4.9, and 5 of another if it had fewer
+        # 16 on 4 ranks of 2: the last has 2 + 2 + 1.5; with 1 in the last stage one more is in the
+        # fourth, of the same rank; with 0 also one in the fifth: 3 + 0 + 1.5, and the first 2 + 3
+        ((16, 1.5, "interleaved", 4, 2), "last=0"),
+        # 16 on 4 folded ranks of 2: the first has 2 + 2 + 3; with 1 in the last stage 6, as with 0
+        # the fourth rank, whose stages in the middle get both
+        ((16, 3.0, "zbv", 4, 0), "last=1"),
+    ],
+)
+def test_the_last_stage_has_fewer_layers_where_its_head_takes_long(given, wanted):
+    assert lighten_ends(*given) == wanted
+
+
+def test_layouts_are_tried_beside_the_even_one():
+    """A head of 8,192 x 64 products is 14.6 layers of 12 x 64^2, with 6 x 64 x 64 of attention."""
+    config = configure(WHOLE, gpt=GPTConfig(
+        vocab_size=8192, num_layers=8, embed_dim=64, num_heads=4, mlp_dim=256, gated=False,
+        norm="layer", bias=False, max_seq=128, positions="none", vocab_multiple=64,
+    ), seq=128)  # fmt: skip
+    fixed = {"tp": 1, "rows": 1, "remat": "full", "fsdp": 1, "zero": 1}
+    tried = space(config, fixed=fixed, lighter_ends=True)
+    found = {(mesh_of(c)["pp"], c.parallelism.layout) for c in tried.candidates()}
+    # of 2, 4 and 8 stages; one has 2 layers at most where the last has none
+    assert found == {(1, ""), *itertools.product((2, 4, 8), ("", "last=0"))}
 
 
 def test_experts_and_long_samples_have_axes():
@@ -239,6 +275,9 @@ def test_settings_are_read_as_they_are_written():
         "tp": 8, "pp": 16, "remat": "full", "sequence_parallel": True, "rows": 2,
     }  # fmt: skip
     assert parse_settings("", "fix") == {}
+    ends = parse_settings("layout=first=0,last=2,pp=4", "fix")
+    assert ends == {"layout": "first=0,last=2", "pp": 4}
+    assert parse_settings("pp=4,layout=last=0", "fix") == {"pp": 4, "layout": "last=0"}
 
 
 @pytest.mark.parametrize(
@@ -360,6 +399,52 @@ def test_state_is_that_of_the_parameters(choices):
     assert choices.state_bytes(small(pp=2, dp=2, zero=1)) == 2 * layer * (2 + 4 + 12 / 2)
     moved = choices.state_bytes(small(pp=2, dp=2, zero=1, optimizer__offload=True))
     assert moved == 2 * layer * (2 + 4)
+
+
+def test_fsdp_that_does_not_divide_is_padded(choices):
+    """Of 64 embedded dims 6 ranks have 11 each, 66 with padding, in each of the matrices."""
+    run = Choices(configure(RUN, global_batch=12), choices.machine)
+    tried = replace(run.space(12, fixed={"tp": 1, "pp": 1}), domain=6).candidates()
+    padded = {mesh_of(c)["fsdp"]: c.parallelism.uneven for c in tried}
+    assert padded == {1: "", 6: "embed", 12: "embed"}
+    layer = 2 * 11 + 2 * 11 * 64 + 2 * 11 * 32 + 3 * 11 * 192
+    whole = small(12, fsdp=6, dp=2, uneven="embed")
+    assert run.problems(whole) == []
+    assert run.state_bytes(whole) == (4 * layer + 2 * 512 * 11 + 11) * (2 + 4 + 12)
+    assert run.memory(whole)["parameters"] == 2 * (4 * layer + 2 * 512 * 11 + 11)
+    assert "embed_dim: got 64" in "; ".join(run.problems(small(12, fsdp=6, dp=2)))
+    both = small(12, fsdp=2, dp=6, zero=3)
+    fixed = {"zero": 3, "fsdp": 2, "tp": 1, "pp": 1, "remat": "none", "rows": 1}
+    assert {c.parallelism.uneven for c in run.space(12, fixed=fixed).candidates()} == {"embed"}
+    assert "dp=6" in "; ".join(run.problems(both))
+
+
+def test_stages_have_the_parameters_of_their_layout(choices):
+    """As above: 2 of 4 layers and the head; or 3 and the embedding; or 2 on ranks in the middle."""
+    layer = 2 * 64 + 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192
+    ends = 512 * 64, 512 * 64 + 64
+    for layout, count in {"": 2 * layer + ends[0], "last=1": 3 * layer + ends[0]}.items():
+        memory = choices.memory(small(pp=2, microbatches=16, layout=layout))
+        assert memory["parameters"] == 2 * count
+    folded = small(pp=2, microbatches=16, schedule="interleaved", chunks=3, layout="first=0,last=0")
+    assert choices.problems(folded) == []
+    assert choices.memory(folded)["parameters"] in (2 * (2 * layer + n) for n in ends)
+    deep = small(pp=4, microbatches=16, layout="Et|t|tt|L")
+    assert choices.memory(deep)["parameters"] == 2 * 2 * layer  # neither end, nor the second
+    (found,) = choices.problems(small(pp=2, microbatches=16, layout="last=9"))
+    assert "from 0 to 4" in found
+
+
+def test_the_time_of_lighter_ends_is_that_of_their_busiest_rank(choices):
+    """By the formula and by simulating it; the layout by cost has the least busy one."""
+    times = {}
+    for layout in ("", "last=1", "last=3", "cost"):
+        one = small(64, pp=2, microbatches=64, layout=layout, remat="full")
+        exact, formula = (choices.estimate(one, exact=way).step_seconds for way in (True, False))
+        assert formula == pytest.approx(exact, rel=0.02)
+        times[layout] = exact
+    assert times["cost"] == min(times.values())
+    assert len({times[name] for name in ("", "last=1", "last=3")}) == 3
 
 
 @pytest.mark.parametrize(
