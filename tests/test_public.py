@@ -16,10 +16,10 @@ from functron import training
 LINES = {
     "spmd": 9_550,
     "program": 12_700,
-    "compiler": 21_500,
+    "compiler": 21_700,
     "transforms": 19_600,
     "ops": 12_400,
-    "pipeline": 31_600,
+    "pipeline": 31_800,
     "data": 12_000,
     "precision": 22_500,
     "optim": 21_400,

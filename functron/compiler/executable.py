@@ -328,7 +328,9 @@ def compile(  # noqa: A001  (read as functron.compiler.compile)
         recompute_slices(program.block), prefetch=prefetch, sequence_parts=sequence_parts
     )
     results = {value for value in sliced if value in block.outputs}
-    steps = procedure(block, block.outputs, donated=donations, prefetch=prefetch, sliced=results)
+    steps = procedure(
+        block, block.outputs, donated=donations, prefetch=prefetch, sliced=results, alike=True
+    )
     groups = mesh.compiled_groups if isinstance(mesh, BoundMesh) else {}
     folder = None if cache is None else Path(cache)
     graphs = {k: graph_module(k, groups, overlap=overlap) for k in steps.kernels()}
@@ -408,6 +410,9 @@ def _compile_kernels(
         return {kernel: (_run_eagerly(graph), "") for kernel, graph in graphs.items()}
     from functron.compiler import inductor  # as above
 
+    texts = {k: inductor.GraphDevices.of(graph, k.reads).text for k, graph in graphs.items()}
+    first = {text: kernel for kernel, text in reversed(texts.items())}  # of those that are alike
+    kernels = [kernel for kernel in kernels if first[texts[kernel]] is kernel]
     made: dict[Kernel, tuple[GraphKernel, str]] = {}
     on_cpu = all(value.device.type == "cpu" for kernel in kernels for value in kernel.reads)
     beside = inductor.compile_in_background() if on_cpu else nullcontext()
@@ -424,7 +429,7 @@ def _compile_kernels(
                 found = made.get(kernel) or inductor.compile_graph(*given, wait=wait)
                 made |= {} if found is None else {kernel: found}
                 go_on()
-    return {kernel: made[kernel] for kernel in kernels}
+    return {kernel: made[first[text]] for kernel, text in texts.items()}
 
 
 def _run_eagerly(graph: fx.GraphModule) -> GraphKernel:

@@ -17,6 +17,10 @@ cost less to recompute than to store and load (`recompute_slices`).
 **Overlap.** A scan's iterations may be cut into parts, which the executor runs one ahead and one
 or more behind; see `functron.program.overlap`.
 
+**Alike parts.** The update of a model whose layers' parameters are leaves of their own, as a
+module's are, is one long kernel that grows with depth. What is computed apart of each leaf becomes
+a kernel of its own where others are like it (`divide_alike`), so that all of these compile as one.
+
 **Placement.** Compilers repeat what is cheap to repeat, and guess what is cheap by counting reads:
 a learning-rate schedule or ``1 - b1**t`` has next to none, so it would be computed again for every
 element that it scales. Such equations are not compiled into the kernel around them.
@@ -29,15 +33,18 @@ kernel does it itself (`functron.compiler.lower`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from functron.program.equations import Block, ControlFlow, Equation, Fresh, Scan, Var, While
 from functron.program.overlap import OverlapSplit, SumRound, split_scan_body
 from functron.program.recorder import live_equations
+from functron.program.text import axis_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,6 +222,8 @@ _ELEMENTWISE = _CHEAP | {
     _aten.mean.dim, _aten.silu_backward.default, _aten.threshold_backward.default,
 }  # fmt: skip
 """The operations that fuse with those which make their operands."""
+_REPEATED = _CHEAP | {_aten._to_copy.default, _aten.div.Tensor}
+"""Operations that are rather computed again than stored, of operands that are there anyway."""
 
 
 def recompute_slices(block: Block) -> Block:
@@ -338,6 +347,7 @@ def procedure(
     donated: Mapping[Var, Var] | None = None,
     prefetch: bool = False,
     sliced: Collection[Var] = (),
+    alike: bool = False,
 ) -> Procedure:
     """The steps that compute `outputs` of a block.
 
@@ -350,9 +360,10 @@ def procedure(
         prefetch: let iterations of scans overlap; see `functron.compiler.segments`.
         sliced: those of `outputs` that stay lists of slices: ys of scans, which nothing but scans
             reads.
+        alike: make kernels of their own of parts that are alike (`divide_alike`), outside of scans.
     """
     divider = _Divider(block, outputs, dict(into or {}), dict(donated or {}), prefetch, {*sliced})
-    return divider.procedure()
+    return divider.procedure(alike)
 
 
 class _Divider:
@@ -377,9 +388,10 @@ class _Divider:
         self.views = {e for e in self.equations if not _is_eager(e) and e.aliases}
         self.classes: dict[int, int] = {}  # of storages that may be one memory when it runs
         self.group_of: dict[Equation, int] = {}  # the kernel that an equation belongs to
+        self.again: set[Equation] = set()  # what each reader computes for itself
 
-    def procedure(self) -> Procedure:
-        groups = self._group()
+    def procedure(self, alike: bool) -> Procedure:
+        groups = self._divide_alike(self._group()) if alike else self._group()
         xs_only = self._slice_only()
         steps: list[ProcedureStep] = []
         for group in groups:
@@ -424,6 +436,50 @@ class _Divider:
                 self.group_of[equation] = len(groups)
                 current.append(equation)
         return [*groups, current] if current else groups
+
+    def _divide_alike(self, groups: list[list[Equation]]) -> list[list[Equation]]:
+        """The groups, with parts that are alike as groups of their own.
+
+        What these would hand to one another, and is cheap, each of them computes for itself.
+        """
+        readers: dict[Var, set[Equation]] = {value: set() for value in self.wanted}
+        for equation, operands in self.operands.items():
+            for value in operands:
+                readers.setdefault(value, set()).add(equation)
+        found: list[list[Equation]] = []
+        for group in groups:
+            parts = [group] if _is_eager(group[0]) else divide_alike(group)
+            for part in parts if len(parts) > 1 else ():
+                crossing = (e for e in part if not _read(e, readers) <= {*part})
+                self._repeat_cheap(crossing, {*group}, readers)
+            rest = ([e for e in part if e not in self.again] for part in parts)
+            found += [part for part in rest if part]
+        self.views |= self.again
+        return found
+
+    def _repeat_cheap(
+        self,
+        crossing: Iterable[Equation],
+        group: Collection[Equation],
+        readers: Mapping[Var, Collection[Equation]],
+    ) -> None:
+        """Leave results that are cheap, of what is there, to those that read them."""
+        for equation in crossing:
+            chain, left = [], [equation]
+            while left and len(chain) < _CHAIN:
+                chain.append(left.pop())
+                made = dict.fromkeys(self.made_by.get(v) for v in self.operands[chain[-1]])
+                new = (e for e in made if e in group and e not in self.again)
+                left += [e for e in new if e not in chain and e not in left]
+            results = {value for each in chain for value in each.results}
+            cheap = all(each.op in _REPEATED or each in self.views for each in chain)
+            own = results.isdisjoint(self.wanted) and all(
+                _read(each, readers) <= {*group} for each in chain
+            )
+            if cheap and own and not left:
+                self.again.update(chain)
+                for each in chain:
+                    self.group_of.pop(each, None)
 
     def _is_floating(self, equation: Equation) -> bool:
         if equation not in self.views:
@@ -665,6 +721,103 @@ class _Divider:
         later = [v for step in steps[index + 1 :] for v in step.reads]
         ends = [v for v in self.outputs if isinstance(v, Var)]
         return all(self._class(v) != memory for v in (*here, *later, *ends))
+
+
+_MANY, _ALIKE, _SMALL, _LEAST, _CHAIN = 8, 6, 1024, 24, 5
+"""Values that so many parts share come before them, if they have few elements; parts are kernels of
+their own where so many are alike, and save so many equations; so many are repeated at most."""
+
+
+def divide_alike(equations: Sequence[Equation]) -> list[list[Equation]]:
+    """Equations that are one kernel, in groups that run in this order.
+
+    Parts that share nothing but operands and small values, such as the updates of parameters, are
+    groups of their own if there are many that are alike. Collectives, and what joins many parts,
+    such as a norm of all gradients, stay together as far as they can.
+    """
+    levels, parts = _find_parts(equations)
+    named: dict[str, list[list[Equation]]] = {}
+    for part in parts:
+        named.setdefault(_describe_part(part), []).append(part)
+    chosen = [
+        part
+        for alike in named.values()
+        if len(alike) >= _ALIKE and (len(alike) - 1) * len(alike[0]) >= _LEAST
+        for part in alike
+    ]
+    if not chosen:
+        return [[*equations]]
+    places = {equation: place for place, equation in enumerate(equations)}
+    apart: dict[int, list[list[Equation]]] = {}
+    for part in sorted(chosen, key=lambda part: places[part[0]]):
+        apart.setdefault(levels[part[0]], []).append(part)
+    inside = {equation for part in chosen for equation in part}
+    rest = [equation for equation in equations if equation not in inside]
+    found: list[list[Equation]] = []
+    for level in sorted(apart):
+        found.append([equation for equation in rest if levels[equation] <= level])
+        rest = [equation for equation in rest if levels[equation] > level]
+        found += apart[level]
+    return [group for group in [*found, rest] if group]
+
+
+def _find_parts(
+    equations: Sequence[Equation],
+) -> tuple[dict[Equation, int], list[list[Equation]]]:
+    """The level of each equation, and connected parts, each of one level.
+
+    A level reads what those before it make: where collectives are, where many parts are joined, and
+    where a small value is read by many. No collective is of a lower level than those before it:
+    they stay in the order in which they were traced, also where stages of a pipeline have other
+    parts than one another and would meet in sums of other values.
+    """
+    made = {value: equation for equation in equations for value in equation.results}
+    read = Counter(v for e in equations for v in {*e.operands} if v in made)
+    shared = {v for v, count in read.items() if count >= _MANY and v.size <= _SMALL}
+    levels: dict[Equation, int] = {}
+    roots: dict[Equation, Equation] = {}
+    barriers: set[Equation] = set()
+    latest = 0  # the level of the last collective
+
+    def find(equation: Equation) -> Equation:
+        while roots[equation] is not equation:
+            roots[equation] = equation = roots[roots[equation]]
+        return equation
+
+    for equation in equations:
+        own = {value: made[value] for value in equation.operands if value in made}
+        joined = {find(each) for each in own.values()}
+        alone = axis_of(equation) is not None or len(joined) >= _MANY
+        barriers |= {equation} if alone else set()
+        after = {v for v, each in own.items() if alone or v in shared or each in barriers}
+        levels[equation] = max((levels[e] + (v in after) for v, e in own.items()), default=0)
+        if axis_of(equation) is not None:
+            levels[equation] = latest = max(latest, levels[equation])
+        roots[equation] = equation
+        for value, each in own.items():
+            if value not in after and levels[each] == levels[equation]:
+                roots[find(each)] = equation
+    parts: dict[Equation, list[Equation]] = {}
+    for equation in equations:
+        parts.setdefault(find(equation), []).append(equation)
+    return levels, [part for root, part in parts.items() if root not in barriers]
+
+
+def _read(equation: Equation, readers: Mapping[Var, Collection[Equation]]) -> set[Equation]:
+    """The equations that read a result of this one."""
+    return {e for value in equation.results for e in readers.get(value, ())}
+
+
+def _describe_part(part: Sequence[Equation]) -> str:
+    """The equations of a part, without names."""
+    numbers: dict[Var, str] = {}
+
+    def number(value: Var) -> str:
+        shown = f"%{len(numbers)}:{value.shape}:{value.stride}:{value.dtype}:{value.device}"
+        return numbers.setdefault(value, shown)
+
+    rows = [(str(e.op), e.args, dict(e.kwargs), e.outputs) for e in part]
+    return repr(pytree.tree_map_only(Var, number, rows))
 
 
 def _sort_checks(equations: Sequence[Equation], block: Block) -> list[Equation]:

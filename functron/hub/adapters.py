@@ -52,6 +52,7 @@ _ABSENT = {
     "arrow_config": None, "corda_config": None, "eva_config": None,
 }  # fmt: skip
 """Entries that change what is computed or stored, at the only values that are read here."""
+_CHOICES = ("layers_to_transform", "exclude_modules")  # of these, names of tensors are the outcome
 
 
 def has_adapter(path: str | Path) -> bool:
@@ -123,7 +124,7 @@ def load_adapter(
             for here (`functron.models.lora.lora_defs`), each in all layers; all are listed.
     """
     folder = local_path(path)
-    scales = _read_scales(_read_settings(folder), folder)
+    scales = read_scales(folder)
     problems: list[Problem] = []
     stored = files.open_file(folder / WEIGHTS, problems)
     raise_problems(_TITLE, problems)
@@ -162,7 +163,7 @@ def load_adapter(
     for layout, index in tensors(used):
         name = layout.name(index)
         tensor = stored[_BEFORE + name].read([slice(0, size) for size in shapes[name]])
-        tensor = _fill_ranks(tensor, layout.shape)
+        tensor = fill_ranks(tensor, layout.shape)
         for part in layout.parts:
             box = tuple((0, size) for size in part.real)
             piece = layout.to_ours(part, box, tensor[layout.source(part, box)])
@@ -220,7 +221,7 @@ def save_adapter(
         path = layout.parts[0].path
         name, layer = layout.name(index), _layer_of(path)
         a, b, scale = (leaves[f"{layer}/lora/{x}"][index] for x in ("a", "b", "scale"))
-        own = _count_used(a, b)
+        own = count_used(a, b)
         module = _module_of(name)
         ranks[module], alphas[module] = own, float(scale) * own
         tensor = layout.to_theirs([leaves[path][index]])
@@ -248,7 +249,7 @@ def _module_of(name: str) -> str:
     return name.rpartition(".lora_")[0]
 
 
-def _fill_ranks(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def fill_ranks(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A tensor with zeros up to the largest rank."""
     after = [wanted - size for size, wanted in zip(tensor.shape, shape, strict=True)]
     return torch.nn.functional.pad(tensor, [x for size in reversed(after) for x in (0, size)])
@@ -264,8 +265,8 @@ def _widen(adapters: tree.Tree) -> tree.Tree:
             return node
         at = node.scale.dim()
         shape = (*node.b.shape[:at], rank, *node.b.shape[at + 1 :])
-        a = _fill_ranks(node.a, (*node.a.shape[:-1], rank))
-        return node._replace(a=a, b=_fill_ranks(node.b, shape))
+        a = fill_ranks(node.a, (*node.a.shape[:-1], rank))
+        return node._replace(a=a, b=fill_ranks(node.b, shape))
 
     return tree.map(widen, adapters, is_leaf=_is_adapter)
 
@@ -274,8 +275,8 @@ def _is_adapter(node: Any) -> bool:
     return isinstance(node, Adapter)
 
 
-def _count_used(a: torch.Tensor, b: torch.Tensor) -> int:
-    """How many columns of a and rows of b there are before those that are zeros to the end."""
+def count_used(a: torch.Tensor, b: torch.Tensor) -> int:
+    """How many columns of `a` and rows of `b` there are before those that are zeros to the end."""
     zeros = (a == 0).flatten(0, -2).all(0) & (b == 0).flatten(1).all(1)
     used = (~zeros).nonzero()
     return int(used[-1]) + 1 if len(used) else len(zeros)
@@ -336,42 +337,47 @@ def _write_settings(
         for name in _names(layout)
         if name.endswith(".weight")
     }
-    # by their last names, where no other module has one of these
-    last = {name.rpartition(".")[2] for name in ranks}
-    alike = {name for name in every if name.rpartition(".")[2] in last}
-    rank, alpha = max(ranks.values()), Counter(alphas.values()).most_common(1)[0][0]
-    named, stacked = last if alike == ranks.keys() else ranks, form.model_type == "gpt2"
-    made = make_settings(rank, alpha, named, base=base, fan_in_fan_out=stacked, dora=dora)
-    patterns = {"rank_pattern": _make_pattern(ranks, rank)}
-    patterns["alpha_pattern"] = _make_pattern(alphas, alpha)
-    return made | patterns
+    stacked = form.model_type == "gpt2"
+    return make_settings(ranks, alphas, every, base=base, fan_in_fan_out=stacked, dora=dora)
 
 
 def make_settings(
-    rank: int, alpha: float, targets: Iterable[str], *, base: str, fan_in_fan_out: bool,
+    ranks: Mapping[str, int],
+    alphas: Mapping[str, float],
+    every: Iterable[str],
+    *,
+    base: str,
+    fan_in_fan_out: bool,
     dora: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The table of adapter_config.json.
 
     Args:
-        targets: names of modules, or their last parts.
+        ranks, alphas: of the modules that have additions, by name.
+        every: the names of all modules that PEFT might take for one of these.
         base: the path or name of the model; empty: it has none.
         fan_in_fan_out: whether matrices are ``[in, out]``.
         dora: whether there are lengths of columns.
     """
+    # by their last names, where no other module has one of these
+    last = {name.rpartition(".")[2] for name in ranks}
+    alike = {name for name in every if name.rpartition(".")[2] in last}
+    rank, alpha = max(ranks.values()), Counter(alphas.values()).most_common(1)[0][0]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or None,
         "r": rank,
         "lora_alpha": alpha,
-        "target_modules": sorted(targets),
+        "target_modules": sorted(last if alike == ranks.keys() else ranks),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": fan_in_fan_out,
         "use_rslora": False,
         "use_dora": dora,
         "inference_mode": True,
+        "rank_pattern": _make_pattern(ranks, rank),
+        "alpha_pattern": _make_pattern(alphas, alpha),
     }
 
 
@@ -399,7 +405,7 @@ def _read_settings(folder: Path) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Scales:
+class AdapterScales:
     """The ranks and scales of an adapter's matrices.
 
     Attributes:
@@ -434,13 +440,23 @@ def _find_by_pattern(patterns: Mapping[str, Any], module: str, usual: Any) -> An
     return next(matches, usual)
 
 
-def _read_scales(settings: Mapping[str, Any], folder: Path) -> _Scales:
+def read_scales(folder: Path, *, by_name: bool = False) -> AdapterScales:
+    """The ranks and scales of the adapter in a folder.
+
+    Args:
+        by_name: the names of tensors say which layers have additions, of any model.
+
+    Raises:
+        ValueError: it is not LoRA, or has entries that change more; all are listed.
+    """
+    settings = _read_settings(folder)
     kind, rank, alpha = (settings.get(name) for name in ("peft_type", "r", "lora_alpha"))
     fix = "merge it with peft: merge_and_unload()"
     problems = [
         Problem(name, repr(settings[name]), repr(usual), fix)
         for name, usual in _ABSENT.items()
         if settings.get(name) not in (usual, None, [], {}, False)
+        and not (by_name and name in _CHOICES)
     ]
     if kind != "LORA":
         problems.append(Problem("peft_type", repr(kind), "'LORA'", fix))
@@ -459,7 +475,7 @@ def _read_scales(settings: Mapping[str, Any], folder: Path) -> _Scales:
     raise_problems(f"{_TITLE}: {folder / ADAPTER}", problems)
     ranks, alphas = patterns
     flags = (bool(settings.get(name)) for name in ("use_rslora", "use_dora"))
-    return _Scales(rank, float(alpha), ranks, alphas, *flags)  # type: ignore[arg-type]  # checked
+    return AdapterScales(rank, float(alpha), ranks, alphas, *flags)  # type: ignore[arg-type]  # checked
 
 
 def _is_rank(value: Any) -> bool:
@@ -483,7 +499,7 @@ def _names(layout: HubLayout) -> list[str]:
 
 
 def _find_problems(
-    used: Sequence[HubLayout], shapes: Mapping[str, tuple[int, ...]], scales: _Scales
+    used: Sequence[HubLayout], shapes: Mapping[str, tuple[int, ...]], scales: AdapterScales
 ) -> Iterator[Problem]:
     """Tensors that are missing, of another shape, or of no matrix that has an adapter here."""
     wanted = {

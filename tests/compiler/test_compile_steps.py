@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from dataclasses import replace
 from typing import Literal
 
@@ -14,6 +15,7 @@ import functron as ft
 from functron import BoundMesh, Mesh, P, gpt, lax, optim, random, tree
 from functron.compiler import compile as compile_program
 from functron.compiler import inductor
+from functron.compiler.executable import match_donations
 from functron.compiler.lower import graph_module
 from functron.compiler.segments import procedure
 from functron.program.trace import trace
@@ -192,6 +194,105 @@ def num_kernels(num_layers):
     step, state = training(Mesh(), num_layers)
     block = trace(step, donate=0)(state, batch_of(0)).block
     return len(procedure(block, block.outputs).kernels())
+
+
+def apart(params, grads):
+    """Gradients in half precision, clipped by their norm, and an update of each parameter."""
+    wide = [g.float() * 2 for g in grads]
+    factor = 1 / (1 + torch.stack([g.square().sum() for g in wide]).sum().sqrt())
+    sizes = [p.shape[0] for p in params]
+    assert len({*sizes}) == 2
+    return [p * 0.9 - (g * factor).tanh() for p, g in zip(params, wide, strict=True)]
+
+
+def test_updates_of_parameters_apart_are_kernels_that_are_alike():
+    params = [randn(3 if i % 3 else 5, 2, seed=i) for i in range(15)]
+    grads = [randn(*p.shape, seed=20 + i).half() for i, p in enumerate(params)]
+    program = trace(apart, donate=0)(params, grads)
+    donated = match_donations(program)
+    steps = procedure(program.block, program.block.outputs, donated=donated, alike=True)
+    graphs = Counter(graph_module(k, {}).code for k in steps.kernels())
+    # ten sums of squares and updates of one shape; the five of the other, and the norm
+    assert sorted(graphs.values()) == [1, 1, 10, 10]
+    # gradients are not kept in full precision between the two
+    assert all(v.size <= 1 for k in steps.kernels() for v in k.results if v.shape != (3, 2))
+    assert len(steps.inside) == 15
+    wanted = apart(params, grads)
+    made = compile_program(program, backend="eager")
+    assert_same(made([p.clone() for p in params], grads), wanted)
+
+
+UNLIKE = [  # of parameters: rows, dtype, whether transposed; factors of their updates
+    (3, torch.float64, False, {"eps": 1e-8}),
+    (3, torch.float64, True, {"eps": 1e-8}),
+    (3, torch.float32, False, {"eps": 1e-8}),
+    (5, torch.float64, False, {"eps": 1e-8}),
+    (3, torch.float64, False, {"eps": 1e-3}),
+    (3, torch.float64, False, {"eps": 1e-8, "decay": 0.1}),
+    (3, torch.float64, False, {"eps": 1e-8, "rate": 0.5}),
+    (3, torch.float64, False, {"eps": 1e-8, "frozen": True}),
+]
+
+
+def update_unlike(params, grads, moments):
+    """Updates of 48 parameters, six of each kind; the two of each pair read one gradient."""
+    new, second = [], []
+    for i, (p, m) in enumerate(zip(params, moments, strict=True)):
+        kind, g = UNLIKE[i % len(UNLIKE)][3], grads[i % (len(grads))]
+        m = m * 0.9 + g * g * 0.1
+        step = g / (m.sqrt() + kind["eps"]) + (p * kind["decay"] if "decay" in kind else 0)
+        rate = kind.get("rate", 1e-2)
+        new.append(p if kind.get("frozen") else p - step.tanh() * rate)
+        second.append(m)
+    return new, second
+
+
+def test_what_is_not_alike_is_never_computed_by_one_kernel(monkeypatch):
+    """Other shapes, dtypes, strides, factors, and what is frozen; each kernel runs uncompiled."""
+
+    def leave(graph, reads, *_, wait):
+        signature = [(v.shape, v.stride, v.dtype) for v in reads]
+        return (lambda operands: graph(*operands)), f"{graph.code}{signature}"
+
+    monkeypatch.setattr(inductor, "compile_graph", leave)
+    kinds = UNLIKE * 6
+
+    def draw(seed):
+        rows = enumerate(kinds)
+        made = [(randn(n, n, seed=seed + i).to(dtype), turned) for i, (n, dtype, turned, _) in rows]
+        return [x.mT if turned else x for x, turned in made]
+
+    params, grads = draw(0), draw(100)[:24]
+    moments = [x.square() for x in draw(200)]
+    wanted = update_unlike(params, grads, moments)
+    program = trace(update_unlike, donate=(0, 2))(params, grads, moments)
+    made = compile_program(program)
+    assert 6 <= len(made.code) <= 16
+    copies = [[x.mT.clone().mT if not x.is_contiguous() else x.clone() for x in row]
+              for row in (params, moments)]  # fmt: skip
+    assert_same(made(copies[0], grads, copies[1]), wanted)
+    tied = [params[0] if i == 8 else x for i, x in enumerate(params)]
+    with pytest.raises(ValueError, match="argument 0/8: got the memory of 0/0; wanted memory of"):
+        made(tied, grads, moments)
+
+
+def test_collectives_stay_in_order_beside_parts_that_are_alike():
+    """Stages of a pipeline have other parts than one another, and would meet in other sums."""
+    mesh = Mesh(pp=2)
+
+    def fn(xs, y):
+        made = [(x * 2 - 1).tanh().exp().sin().cos() for x in xs]
+        first = lax.psum(torch.stack([x.sum() for x in made]).sum(), "pp")
+        return made, first, lax.psum(y, "pp")
+
+    xs, y = [randn(3, seed=i) for i in range(8)], randn(2)
+    program = trace(ft.shard_map(fn, mesh, P(), P(), check=False))(xs, y)
+    names = [[e.results[0].shape for e in each if e.name == "psum"] for each in (
+        program.block.equations,
+        [e for k in procedure(program.block, program.block.outputs, alike=True).kernels()
+         for e in k.equations],
+    )]  # fmt: skip
+    assert names[0] == names[1] == [(), (2,)]
 
 
 def test_the_number_of_kernels_does_not_depend_on_depth():

@@ -2,7 +2,7 @@
 
 A copy that is cut in depth and width takes seconds on one process, whatever the run's size. It has
 the run's rules of tp, ZeRO, fsdp, remat and split sequences. Axes are cut to their smallest prime
-factor, and pipelines left out: their stages are cut from the same partitioned loss.
+factor, and pipelines to two stages, each with the parameters that it uses alone.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def _cut_mesh(mesh: Mesh) -> Mesh:
     def factor(size: int) -> int:
         return next((n for n in range(2, size) if size % n == 0), size)
 
-    return Mesh(**{name: factor(size) for name, size in mesh.axes if name != "pp"})
+    cut = {name: factor(size) for name, size in mesh.axes}
+    return Mesh(**cut | ({"pp": 2} if cut.get("pp", 1) > 1 else {}))
 
 
 # --- the module
@@ -276,16 +277,16 @@ def _compute_both(
     batch = _draw_batch(config, 2 * math.prod(mesh[axis] for axis in DATA_AXES))
     specs = param_specs(defs, family.rules(config, mesh, fsdp=given.fsdp))
     options = ModelOptions(given.stream, given.remat, Gather(specs))
+    differentiate = _cut_stages if mesh["pp"] > 1 else _leave_whole
+    compute = differentiate(family, config, options)
 
     def step(params, batch):
-        def loss(params):
-            return family.loss(config, params, batch, options)
-
-        value, grads = value_and_grad(loss)(params)
+        value, grads = compute(params, batch)
         return {"loss": value, "gradients": sync_gradients(grads, specs)}
 
     made = {"loss": P(), "gradients": specs}
-    mapped = shard_map(step, mesh, (specs, P(DATA_AXES)), made, check=False)
+    stages = "pp" if mesh["pp"] > 1 else None
+    mapped = shard_map(step, mesh, (specs, P(DATA_AXES)), made, check=False, stages=stages)
     got = mapped(params, batch)
     names = [path.replace("/", ".") for path in tree.paths(params)]
     structure = tree.structure(params)
@@ -299,6 +300,33 @@ def _compute_both(
     found = torch.autograd.grad(value, leaves, allow_unused=True)
     grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
     return got, {"loss": value, "gradients": tree.unflatten(structure, grads)}
+
+
+_Differentiated = Callable[[Any, Any], tuple[torch.Tensor, Any]]
+
+
+def _leave_whole(family: Family, config: Any, options: ModelOptions) -> _Differentiated:
+    """``(params, batch)`` to the loss and gradients of the whole."""
+
+    def compute(params, batch):
+        return value_and_grad(lambda params: family.loss(config, params, batch, options))(params)
+
+    return compute
+
+
+def _cut_stages(family: Family, config: Any, options: ModelOptions) -> _Differentiated:
+    """The same, of two stages of a pipeline and one microbatch, of which routers' losses are."""
+    cut = family.stages
+    assert cut is not None  # a mesh has pp for families with stages alone
+    # whoever lists the families, such as the hub, needs no schedules and no compiler
+    pipeline = importlib.import_module("functron.pipeline")
+    layout, schedule = pipeline.even_layout(2, cut.num_layers(config)), pipeline.make("1f1b", 2, 1)
+
+    def stage(part, params, x, batch):
+        return cut.loss(config, part, params, x, batch, options)
+
+    partition = pipeline.Partition(layout, schedule.pipes, cut.uses(config))
+    return pipeline.pipelined(stage, partition, schedule).value_and_grad
 
 
 def _draw_parameters(params: tree.Tree) -> tree.Tree:

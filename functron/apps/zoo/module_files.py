@@ -9,7 +9,8 @@ merged, or written alone as PEFT's files.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,10 +31,21 @@ from functron.apps.zoo.modules import (
 )
 from functron.core import random, tree
 from functron.core.errors import Problem, raise_problems, refuse
-from functron.hub.adapters import WEIGHTS, make_settings
+from functron.hub import files
+from functron.hub.adapters import (
+    WEIGHTS,
+    AdapterScales,
+    count_used,
+    fill_ranks,
+    find_base,
+    has_adapter,
+    make_settings,
+    read_scales,
+)
 from functron.hub.reader import ADAPTER
 from functron.hub.writer import copy_companions, write_json
 from functron.models import lora
+from functron.nn import Adapter
 from functron.spmd.params import init_params
 from functron.training import config, run_folder
 from functron.training.config import TrainConfig, configure
@@ -44,6 +56,9 @@ _NAMES = {
     "max_seq": "the module's own",
     "quantise": "nothing: the module's files are as it writes them",
 }
+
+_BEFORE, _SIDES = "base_model.model.", ("lora_A.weight", "lora_B.weight")
+"""The beginning and the ends of the names of PEFT's tensors."""
 
 
 def make_format() -> RunFormat:
@@ -68,17 +83,133 @@ def _make_format(scheme: str) -> RunFormat:
 
 
 def _make_run(scheme: str, path: Path, out: Path) -> Conversion:
-    """A run that begins with the module of a folder, whose tokenizer is kept with it."""
-    run = configure(model=f"{scheme}:{path.absolute()}")
+    """A run that begins with the module of a folder, whose tokenizer is kept with it.
+
+    Of a folder of PEFT it goes on training the adapter, beside the module of its base.
+    """
+    adapted = scheme == HUB and has_adapter(path)
+    base = _find_base(path) if adapted else path
+    run = configure(model=f"{scheme}:{base.absolute()}")
     model: Any = run.architecture
+    params, title = init_params(random.key(run.seed), run.family.defs(model)), ""
+    if adapted:
+        run, params = _add_adapter(run, params, path)
+        title = f"it goes on training the adapter: functron train --resume --out {out}"
     kept: list[str] = []
 
     def keep(folder: Path) -> None:
         folder.mkdir()
-        kept.extend(copy_companions(path, folder))
+        kept.extend(copy_companions(base, folder))
 
-    begin(out, run, init_params(random.key(run.seed), run.family.defs(model)), keep)
-    return Conversion(model, out, tuple(kept))
+    begin(out, run, params, keep)
+    return Conversion(model, out, tuple(kept), title)
+
+
+def _find_base(path: Path) -> Path:
+    base = find_base(path)
+    if base == path or (base / ADAPTER).exists():  # transformers would put layers of PEFT into it
+        got, wanted = "the adapter and its base in one folder", "a folder for each"
+        fix = f"put {ADAPTER} and {WEIGHTS} elsewhere, with this path as base_model_name_or_path"
+        refuse("cannot use an adapter", str(base), got, wanted, fix)
+    return base
+
+
+def _add_adapter(run: TrainConfig, params: tree.Tree, path: Path) -> tuple[TrainConfig, tree.Tree]:
+    """A run and its parameters with the adapter of a folder of PEFT."""
+    model: Any = run.architecture
+    linears, flat = open_module(model).linears, flatten(params)
+    shapes = {name: tuple(flat[f"{name}.weight"].shape) for name in linears}
+    found, scales = read_adapter(path, linears, shapes)
+    rank = found[next(iter(found))][0].shape[1]
+    last = {name.rpartition(".")[2] for name in found}
+    alike = {name for name in linears if name.rpartition(".")[2] in last}
+    run = configure(
+        run,
+        lora_rank=rank,
+        lora_alpha=Counter(scales.values()).most_common(1)[0][0] * rank,
+        lora_targets=",".join(sorted(last if alike == found.keys() else found)),
+    )
+    adapters = run.lora.adapters
+    assert adapters is not None
+    own = dict(tree.items(lora.lora_defs(run.family.defs(model), adapters)))
+    made = {}
+    for name, (a, b) in found.items():
+        rows = {"a": a, "b": b, "scale": torch.tensor(scales[name])}
+        where = f"{name}.{lora.LORA}".replace(".", "/")
+        values = {part: x.to(own[f"{where}/{part}"].dtype) for part, x in rows.items()}
+        tree.put_leaf(made, where, Adapter(**values))
+    return run, lora.attach(params, made)
+
+
+def read_adapter(
+    path: Path, linears: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, float]]:
+    """The additions to a module's layers in a folder of PEFT, and their factors, by layer.
+
+    Those of smaller ranks are filled up with zeros to the largest.
+
+    Args:
+        linears: as of `functron.apps.zoo.module_adapters.find_linears`.
+        shapes: of the layers' matrices.
+
+    Raises:
+        ValueError: files are missing or broken; or it is not LoRA, or of what is no such layer, or
+            of another shape; all are listed.
+    """
+    title, scales = f"cannot use the adapter {path}", read_scales(path, by_name=True)
+    problems: list[Problem] = []
+    if scales.dora:
+        fix = "merge it with peft: merge_and_unload()"
+        problems.append(Problem("use_dora", "true", "LoRA, for a module as it is", fix))
+    stored = files.open_file(path / WEIGHTS, problems)
+    raise_problems(title, problems)
+    wanted = dict(_expect_tensors({*stored}, scales, linears, shapes))
+    raise_problems(title, list(_find_odd({k: x.shape for k, x in stored.items()}, wanted)))
+    names = dict.fromkeys(name.rpartition(".lora_")[0].removeprefix(_BEFORE) for name in wanted)
+    rank = max(map(scales.find_rank, wanted))
+    found, factors = {}, {}
+    for name in names:
+        down, up = (
+            stored[full].read([slice(0, size) for size in wanted[full]])
+            for full in (f"{_BEFORE}{name}.{side}" for side in _SIDES)
+        )
+        a, b = (up, down) if linears[name] == 1 else (down.T, up.T)
+        found[name] = (
+            fill_ranks(a, (a.shape[0], rank)).contiguous(),
+            fill_ranks(b, (rank, b.shape[1])).contiguous(),
+        )
+        factors[name] = scales.find_scale(f"{name}.{_SIDES[0]}")
+    return found, factors
+
+
+def _expect_tensors(
+    names: set[str],
+    scales: AdapterScales,
+    linears: Mapping[str, int],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors of layers of which there is one, and their shapes."""
+    for name, dim in linears.items():
+        both = [f"{_BEFORE}{name}.{side}" for side in _SIDES]
+        if names.intersection(both):
+            rank, shape = scales.find_rank(f"{name}.{_SIDES[0]}"), shapes[name]
+            yield both[0], (rank, shape[dim])
+            yield both[1], (shape[1 - dim], rank)
+
+
+def _find_odd(
+    shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> Iterator[Problem]:
+    fix = "merge it with peft: merge_and_unload()"
+    for name in sorted(shapes.keys() | wanted.keys()):
+        if name not in wanted:
+            yield Problem(name, "a tensor", "additions to linear layers of the module", fix)
+        elif name not in shapes:
+            yield Problem(name, "no such tensor", "both matrices of an addition", "copy it again")
+        elif tuple(shapes[name]) != wanted[name]:
+            yield Problem(name, str(list(shapes[name])), str(list(wanted[name])))
+    if not shapes:
+        yield Problem(WEIGHTS, "no tensors", "an adapter")
 
 
 def write_module(
@@ -156,22 +287,16 @@ def _save_adapter(
         title, got = "cannot export an adapter", "Linear and Conv1D layers together"
         fix = "export the merged module: leave --adapter out, or adapt one kind by lora_targets"
         refuse(title, "lora_targets", got, "layers of one kind", fix)
-    tensors = {}
+    tensors, ranks, alphas = {}, {}, {}
     for name in adapted:
-        a, b = (params[f"{name}.{lora.LORA}.{part}"] for part in "ab")
+        a, b, scale = (params[f"{name}.{lora.LORA}.{part}"] for part in ("a", "b", "scale"))
+        rank = count_used(a, b)  # additions of smaller ranks are filled up with zeros
         down, up = (b, a) if linears[name] == 1 else (a.T, b.T)
-        tensors[f"base_model.model.{name}.lora_A.weight"] = down.contiguous()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = up.contiguous()
-    rank = next(iter(tensors.values())).shape[0]
-    last = {name.rpartition(".")[2] for name in adapted}
-    alike = {name for name in linears if name.rpartition(".")[2] in last}
-    settings = make_settings(
-        rank,
-        float(params[f"{adapted[0]}.{lora.LORA}.scale"]) * rank,
-        last if alike == {*adapted} else adapted,
-        base=base,
-        fan_in_fan_out=dims == {0},
-    )
+        for side, x in zip(_SIDES, (down[:rank], up[:, :rank]), strict=True):
+            tensors[f"{_BEFORE}{name}.{side}"] = x.contiguous()
+        ranks[name], alphas[name] = rank, float(scale) * rank
+    stacked = dims == {0}
+    settings = make_settings(ranks, alphas, linears, base=base, fan_in_fan_out=stacked)
     importlib.import_module("safetensors.torch").save_file(tensors, folder / WEIGHTS)
     write_json(folder / ADAPTER, settings)
 

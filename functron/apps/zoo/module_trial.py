@@ -6,6 +6,7 @@ training draws other numbers than dropout, and how a module is told where packed
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -19,10 +20,11 @@ from functron.core import random
 from functron.core.errors import Problem
 from functron.core.typing import Tensor
 
-Packing = Literal["", "positions", "mask", "bias"]
+Packing = Literal["", "positions", "mask", "bias", "masks", "biases"]
 """How a module is told which tokens are of one document: not at all; by ``position_ids`` alone,
 which begin anew; by an ``attention_mask`` ``[batch, 1, seq, seq]`` besides, True where a token is
-seen; or by one that is added to scores."""
+seen; by one that is added to scores; or by a dict of such, for layers with and without windows."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"  # transformers' names of these layers
 
 
 class ModuleTrial(NamedTuple):
@@ -145,8 +147,9 @@ def _find_packing(module: torch_nn.Module, run: Callable, tokens: Tensor) -> Pac
     changed = tokens.clone()
     changed[:, :length] = tokens[:, :length] % 7 + 1
     for packing in _list_packings(module):
+        short = 2 if packing in ("masks", "biases") else None
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _shorten_window(module, short):
                 parts = [run(tokens[:, :length]), run(tokens[:, length:])]
                 alone = torch.cat(parts, 1)
                 given = pack_inputs(packing, module, positions, segments, alone.dtype)
@@ -160,6 +163,20 @@ def _find_packing(module: torch_nn.Module, run: Callable, tokens: Tensor) -> Pac
     return ""
 
 
+@contextlib.contextmanager
+def _shorten_window(module: torch_nn.Module, size: int | None) -> Iterator[None]:
+    """Have windows of this size, so that they show in the few tokens that are tried."""
+    if size is None:
+        yield
+        return
+    config: Any = module.config
+    own, config.sliding_window = config.sliding_window, size
+    try:
+        yield
+    finally:
+        config.sliding_window = own
+
+
 def _list_packings(module: torch_nn.Module) -> Iterator[Packing]:
     """The ways that a module's arguments allow.
 
@@ -171,8 +188,11 @@ def _list_packings(module: torch_nn.Module) -> Iterator[Packing]:
     windows = any(getattr(config, name, None) for name in fields)
     if "position_ids" in names:
         yield "positions"
+    kinds = {*(getattr(config, "layer_types", None) or ())}
     if "attention_mask" in names and not windows:
         yield from ("mask", "bias")
+    elif "attention_mask" in names and _SLIDING in kinds <= {_FULL, _SLIDING}:
+        yield from ("masks", "biases")
 
 
 def pack_inputs(
@@ -181,7 +201,7 @@ def pack_inputs(
     positions: Tensor,
     segments: Tensor,
     dtype: torch.dtype,
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """The arguments of a module besides tokens by which documents of a sample stay apart.
 
     Args:
@@ -196,10 +216,19 @@ def pack_inputs(
     places = torch.arange(segments.shape[1], device=segments.device)
     seen = segments[:, :, None] == segments[:, None, :]
     seen = (seen & (places[:, None] >= places)).unsqueeze(1)
-    if packing == "bias":
+
+    def show(seen: Tensor) -> Tensor:
         least = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).min
-        seen = torch.where(seen, 0.0, least).to(dtype)  # scores may be in float32
-    return {**found, "attention_mask": seen}
+        added = packing in ("bias", "biases")
+        return torch.where(seen, 0.0, least).to(dtype) if added else seen  # scores may be float32
+
+    if packing in ("mask", "bias"):
+        return {**found, "attention_mask": show(seen)}
+    config: Any = module.config
+    near = seen & (places[:, None] - places < config.sliding_window)
+    kinds = {_FULL: seen, _SLIDING: near}
+    masks: Any = {kind: show(kinds[kind]) for kind in sorted({*config.layer_types})}
+    return {**found, "attention_mask": masks}
 
 
 def drops_out(inner: torch_nn.Module) -> bool:

@@ -187,13 +187,13 @@ def _open_factory(name: str) -> Callable[[], Any]:
 
 
 def _open_folder(path: Path) -> Callable[[], Any]:
+    if (path / "adapter_config.json").is_file():  # transformers would put layers of PEFT into it
+        got, wanted = f"{HUB}:{path}, with an adapter in it", "a module alone"
+        fix = f"train it by functron convert {HUB}:ADAPTER run:RUN, its two files in a folder alone"
+        refuse("no module to train", "model", got, wanted, f"{fix}; or merge_and_unload() of peft")
     if not (path / "config.json").is_file():
         wanted = "a folder with config.json, as transformers' save_pretrained writes it"
         refuse("no module to train", "model", f"{HUB}:{path}", wanted, on_hub(path))
-    if (path / "adapter_config.json").is_file():  # transformers would put layers of PEFT into it
-        got, wanted = f"{HUB}:{path}, with an adapter in it", "a module alone"
-        fix = "merge it with peft: merge_and_unload(), or put its two files elsewhere"
-        refuse("no module to train", "model", got, wanted, fix)
     try:
         transformers = importlib.import_module("transformers")
     except ModuleNotFoundError as error:

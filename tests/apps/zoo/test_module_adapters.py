@@ -5,6 +5,7 @@ The oracle is PEFT's own model of the exported adapter, and of its layers torch'
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,92 @@ def test_an_adapter_is_read_by_peft(tmp_path, kind, target):
     stored = Checkpoint(newest)
     for name, value in module.named_parameters():  # the base is as it was
         assert torch.equal(stored[f"params/{name.replace('.', '/')}"][:], value)
+
+
+def save_peft(kind: str, base: Path, folder: Path) -> Any:
+    """PEFT's own model of an adapter with several ranks and factors, all of it random, saved."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    names, small = {
+        "llama": (["q_proj", "down_proj"], "down_proj"),
+        "gpt2": (["attn.c_proj", "c_fc"], "c_fc"),
+    }[kind]
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=names, use_rslora=kind == "llama", task_type="CAUSAL_LM",
+        rank_pattern={small: 2}, alpha_pattern={f"1.*{small}": 3}, fan_in_fan_out=kind == "gpt2",
+    )  # fmt: skip
+    made = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), settings)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if "lora_" in name:
+                weight.normal_(0, 0.3)
+    made.save_pretrained(folder)
+    return made
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return pytest.importorskip("safetensors.torch").load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
+def test_an_adapter_of_peft_goes_on_training(tmp_path, kind):
+    """Read and written it is the same to the bit; trained on any mesh, PEFT reads it."""
+    save_module(kind, tmp_path)
+    given, base = tmp_path / "given", tmp_path / "base"
+    ids = torch.arange(24).reshape(2, 12) * 7 % 250
+    before = save_peft(kind, base, given)(ids).logits
+    runs = [tmp_path / "one", tmp_path / "other"]
+    for run, mesh in zip(runs, ([], ["--mesh", "fsdp=2,tp=2"]), strict=True):
+        convert(f"hf-module:{given}", f"run:{run}", formats=FORMATS)
+        if run is runs[0]:
+            convert(f"run:{run}", f"hf-module:{tmp_path / 'same'}", formats=FORMATS, adapter=True)
+            convert(f"run:{run}", f"hf-module:{tmp_path / 'begun'}", formats=FORMATS)
+        args = [
+            "train", "--resume", "--out", str(run), "--data", __file__, "--seq", "16", "--steps",
+            "2", "--global-batch", "4", "--learning-rate.peak", "0.05", *mesh,
+        ]  # fmt: skip
+        assert main(args) == 0
+    one, other = read_tensors(given), read_tensors(tmp_path / "same")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    begun: Any = build_module(f"hf-module:{tmp_path / 'begun'}")
+    torch.testing.assert_close(begun(ids).logits, before, rtol=1e-5, atol=1e-5)
+    both = [[r["loss"] for r in run_folder.records(path) if "loss" in r] for path in runs]
+    assert both[0] == pytest.approx(both[1], rel=1e-5)
+    convert(f"run:{runs[1]}", f"hf-module:{tmp_path / 'adapter'}", formats=FORMATS, adapter=True)
+    convert(f"run:{runs[1]}", f"hf-module:{tmp_path / 'sums'}", formats=FORMATS)
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    for folder, logits in (("same", before), ("adapter", None)):
+        own = transformers.AutoModelForCausalLM.from_pretrained(base)
+        found = peft.PeftModel.from_pretrained(own, tmp_path / folder)(ids).logits
+        if logits is None:
+            merged: Any = build_module(f"hf-module:{tmp_path / 'sums'}")
+            logits = merged(ids).logits
+            assert (logits - before).abs().max() > 1e-2
+        torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_that_are_not_read_say_why(tmp_path):
+    save_module("llama", tmp_path)
+    given, base = tmp_path / "given", tmp_path / "base"
+    save_peft("llama", base, given)
+    settings = json.loads((given / "adapter_config.json").read_text())
+    for changes, said in (
+        ({"use_dora": True}, "use_dora: got true; wanted LoRA, for a module as it is"),
+        ({"bias": "all"}, "bias: got 'all'"),
+        (
+            {"rank_pattern": {}},
+            r"down_proj.lora_A.weight: got \[2, 48\]; wanted \[4, 48\]",
+        ),
+        ({"base_model_name_or_path": str(given)}, "wanted a base in a folder of this machine"),
+    ):
+        (given / "adapter_config.json").write_text(json.dumps(settings | changes))
+        with pytest.raises(ValueError, match=said):
+            convert(f"hf-module:{given}", f"run:{tmp_path / 'run'}", formats=FORMATS)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (base / name).write_bytes((given / name).read_bytes())
+    with pytest.raises(ValueError, match="the adapter and its base in one folder"):
+        convert(f"hf-module:{base}", f"run:{tmp_path / 'run'}", formats=FORMATS)
 
 
 def test_what_is_no_layer_is_refused(tmp_path):

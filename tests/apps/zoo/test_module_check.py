@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from functron import Mesh
-from functron.apps.zoo import module_check
+from functron.apps.zoo import module_check, module_layers
 from functron.partitioning import rules
 from functron.training.config import configure
 from functron.training.run import prepare
@@ -94,6 +94,39 @@ def test_what_cannot_be_cut_is_recorded_as_unchecked(tmp_path, monkeypatch):
     assert list(replace(model, check="off").introduce(run)) == []
 
 
-def test_nothing_is_compared_on_one_device(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("gpt2", "pp=4"),
+        ("llama", "pp=2,fsdp=2,tp=2"),
+        pytest.param("mixtral", "pp=3", marks=pytest.mark.full),
+    ],
+)
+def test_stages_of_pipelines_are_compared(tmp_path, kind, mesh):
+    """Also of weights that two stages hold."""
+    layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
+    routed = {"output_router_logits": True} if kind == "mixtral" else {}
+    origin = write_folder(kind, tmp_path, **routed, **{layers: 4})
+    split = {"module__rules": RULES} if kind == "llama" else {}
+    run = open_run(origin, mesh=mesh, global_batch=12, microbatches=4, **split)
+    model: Any = run.config.architecture
+    (line,) = model.introduce(run)
+    at = "pp=2,fsdp=2,tp=2" if kind == "llama" else "pp=2"
+    assert line.startswith(f"check  gradients on {at}, simulated, ")
+
+
+def test_a_stage_that_gets_other_values_is_caught(tmp_path, monkeypatch):
+    usual = module_layers.run_sections
+
+    def scaled(cut, sections, params, data, entering, gather):
+        return usual(cut, sections, params, data, [x * 0.5 for x in entering], gather)
+
+    monkeypatch.setattr(module_layers, "run_sections", scaled)
     run = open_run(write_folder("llama", tmp_path), mesh="pp=2", microbatches=2)
+    with pytest.raises(ValueError, match=r"on pp=2, simulated, gradients of the module are not"):
+        train(run, None)
+
+
+def test_nothing_is_compared_on_one_device(tmp_path):
+    run = open_run(write_folder("llama", tmp_path), mesh="dp=1")
     assert module_check.find_check(run, lambda *_: None) is None  # pyright: ignore

@@ -145,16 +145,22 @@ def check_packing(config: ModuleConfig, **sizes: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "packing"),
-    [("llama", "positions"), ("cohere2", "positions"), ("opt", "mask"), ("mpt", "bias")],
+    [
+        ("llama", "positions"),
+        ("cohere2", "positions"),
+        ("opt", "mask"),
+        ("mpt", "bias"),
+        ("gpt_oss", "biases"),
+    ],
 )
 def test_packed_documents_have_the_losses_that_they_have_alone(tmp_path, kind, packing):
-    """Also where layers have windows, as Cohere 2's."""
+    """Also where layers have windows, as those of Cohere 2 and gpt-oss, whose sinks stay."""
     config = replace(find_config(write_folder(kind, tmp_path)), dropouts="off")
     assert modules.open_module(config).packing == packing
     check_packing(config, dp=2, tp=2)
 
 
-UNPACKED = ("bamba", "falcon_h1", "gpt_oss", "minimax", "openai-gpt")
+UNPACKED = ("bamba", "falcon_h1", "minimax", "openai-gpt")
 """States of recurrences go on through a sample; or masks are of padding alone."""
 
 

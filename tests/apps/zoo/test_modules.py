@@ -7,6 +7,7 @@ and rotations in float32 whatever the dtype, so that the order of sums shows at 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 from collections import Counter
 from dataclasses import replace
@@ -161,7 +162,19 @@ def test_runs_are_the_same_on_all_meshes(origin_of, name):
     assert found[0] != found[2]
 
 
-@pytest.mark.full  # each compiles for a minute
+def normalise_wide(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Llama's norm, which is in float32 in transformers: Adam makes 1e-5 of such a rounding."""
+    return self.weight * (x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt())
+
+
+def rotate_wide(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple:
+    """Llama's rotations, likewise."""
+    half = position_ids[..., None].to(x.dtype) * self.inv_freq.to(x.dtype)
+    angles = torch.cat([half, half], -1)
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.full  # each compiles for one to two minutes of CPU time
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -170,10 +183,13 @@ def test_runs_are_the_same_on_all_meshes(origin_of, name):
         ("llama", {"mesh": "dp=2,tp=2"}),
     ],
 )
-def test_simulated_ranks_compile_to_the_same_numbers(origin_of, kind, settings):
+def test_simulated_ranks_compile_to_the_same_numbers(origin_of, kind, settings, monkeypatch):
     """Backward adds to zeros that ranks of two simulated axes share (`functron.compiler`)."""
+    llama = importlib.import_module("transformers.models.llama.modeling_llama")
+    monkeypatch.setattr(llama.LlamaRMSNorm, "forward", normalise_wide)
+    monkeypatch.setattr(llama.LlamaRotaryEmbedding, "forward", rotate_wide)
     one = {name: x for name, x in settings.items() if name != "mesh"}
-    origin = origin_of(kind)
+    origin = origin_of(kind, bos_token_id=3)  # a folder of its own, as modules are opened once
     found = losses(run_config(origin, **settings, compile=True))
     assert found == pytest.approx(losses(run_config(origin, **one)), rel=1e-7)
 
@@ -194,10 +210,15 @@ def test_layers_that_are_alike_are_compiled_once(origin_of, monkeypatch):
         return {kernel: (lambda x, g=graph: g(*x), "") for kernel, graph in graphs.items()}
 
     monkeypatch.setattr(executable, "_compile_kernels", count)
-    origin = origin_of("llama", num_hidden_layers=3)
-    executable.compile(make_setup(run_config(origin), Mesh()).program())
-    # forward and backward of a layer; what is before and after them, and the update
-    assert sorted(found[0].values()) == [1, 1, 1, 1, 3, 3]
+    for layers in (6, 7):
+        origin = origin_of("llama", num_hidden_layers=layers)
+        executable.compile(make_setup(run_config(origin), Mesh()).program())
+    for each, layers in zip(found, (6, 7), strict=True):
+        forward_and_backward = [n for code, n in each.items() if code.count("\n") > 100]
+        assert sorted(forward_and_backward)[-2:] == [layers, layers]
+    # nor do the norm of all gradients, and the updates, have longer code in deeper modules
+    lines = [sum(code.count("\n") for code in each) for each in found]
+    assert lines[0] == lines[1]
 
 
 STEPS: dict[str, Any] = {"seq": 16, "global_batch": 4, "format": "mock", "steps": 2}
@@ -210,6 +231,7 @@ STEPS: dict[str, Any] = {"seq": 16, "global_batch": 4, "format": "mock", "steps"
         (("gpt2", "mixtral", "gemma2"), ("pp=2",), False),
         pytest.param(FAST, ("pp=2", "dp=2", "fsdp=2", "tp=2"), False, marks=pytest.mark.full),
         pytest.param(("gpt2",), ("pp=2", "dp=2", "tp=2"), True, marks=pytest.mark.full),
+        pytest.param(("opt", "cohere2"), ("pp=2",), True, marks=pytest.mark.full),
     ],
 )
 def test_processes_have_the_numbers_of_one(torchrun, origin_of, kinds, meshes, compiled):
