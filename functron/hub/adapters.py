@@ -206,7 +206,8 @@ def save_adapter(
         refuse(title, "params", "no adapters", "parameters with adapters", fix)
     rank = leaves[f"{targets[0]}/lora/a"].shape[-1]
     dora = f"{targets[0]}/lora/magnitude" in leaves
-    fix, wanted = "export the merged model: leave --adapter out", "adapters of other layers"
+    fix = "export the merged model: leave --adapter out"
+    wanted = "adapters of other layers: PEFT has one A for an expert's gate and up, ours two"
     experts = [x for x in targets if x not in _list_layers(whole)]
     raise_problems(title, [Problem(x, "adapters of experts", wanted, fix) for x in experts])
     found = _find_layouts(

@@ -47,6 +47,7 @@ from functron.hub.entries import (
     fixed,
     get,
     get_whole,
+    head_norms,
     inverse,
     is_a,
     only,
@@ -483,7 +484,7 @@ PHI3 = HubFormat(
                num_kv_heads=None, max_seq=4096, norm_eps=1e-5, positions=rope(partial=1.0)),
         window(None),
     ),
-    ignored=("original_max_position_embeddings",),
+    ignored=("original_max_position_embeddings", "full_attn_mod", "interpolate_factor"),
 )  # fmt: skip
 GEMMA = HubFormat(
     "gemma",
@@ -519,7 +520,7 @@ GEMMA2 = HubFormat(
         _cap("attn_logit_softcapping", "score_cap", 50.0),
         _cap("final_logit_softcapping", "logit_cap", 30.0),
     ),
-    ignored=("cache_implementation", "hidden_act"),
+    ignored=("cache_implementation", "hidden_act", "sliding_window_size"),
 )
 GEMMA3 = HubFormat(
     "gemma3_text",
@@ -697,11 +698,26 @@ STARCODER2 = HubFormat(
         window(None),
         biases(("use_bias", True), mlp=("use_bias", True)),
     ),
+    ignored=(  # which transformers does not read
+        "activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon", "mlp_type",
+        "norm_type", "scale_attention_softmax_in_fp32", "scale_attn_weights",
+    ),
 )  # fmt: skip
+_STABLELM_RULES = (
+    *(rule for rule in LLAMA_RULES if not {"q_norm", "k_norm"} & {*rule.paths[0].split("/")}),
+    *(
+        NameRule(
+            f"{LAYER}.self_attn.{name}_layernorm.norms.{{head}}.weight",
+            "size -> size",
+            (f"blocks/attention/{name}_norm/layer_scale",),
+        )
+        for name in "qk"
+    ),
+)
 STABLELM = HubFormat(
     "stablelm",
     "StableLmForCausalLM",
-    LLAMA_RULES,
+    _STABLELM_RULES,
     (
         *llama(vocab_size=50304, embed_dim=2560, mlp_dim=6912, num_layers=32, num_heads=32,
                num_kv_heads=32, max_seq=4096, norm_eps=None, positions=rope(partial=0.25)),
@@ -710,6 +726,7 @@ STABLELM = HubFormat(
         _PARALLEL,
         required(check=_check_kinds),
         biases("use_qkv_bias", False, False),
+        head_norms("qk_layernorm", "head_layer"),
     ),
 )  # fmt: skip
 GPT2 = HubFormat(

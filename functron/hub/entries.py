@@ -67,18 +67,19 @@ GENERAL: Sequence[str] = (
     *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
     *("num_return_sequences", "suppress_tokens"),
     *("begin_suppress_tokens", "remove_invalid_values", "exponential_decay_length_penalty"),
-    *("prefix", "is_decoder", "tie_encoder_decoder"),
+    *("prefix", "is_decoder", "tie_encoder_decoder", "model_max_length"),
 )
 """Entries of config.json that never change what a model computes, beside ``..._token_id``."""
 
 _OFF = (
     "attention_bias", "mlp_bias", "use_bias", "qkv_bias", "bias", "add_bias_linear", "attn_bias",
     "use_sliding_window", "use_qk_norm", "qk_layernorm", "use_parallel_residual", "use_mrope",
-    "rope_interleaved", "num_nextn_predict_layers", "alibi",
+    "rope_interleaved", "num_nextn_predict_layers", "alibi", "lm_head_bias",
 )  # fmt: skip
 _ONE = (
     "partial_rotary_factor", "embedding_multiplier", "residual_multiplier", "logits_scaling",
     "logit_scale", "routed_scaling_factor", "moe_layer_freq", "decoder_sparse_step",
+    "rotary_scaling_factor",
 )  # fmt: skip
 NEUTRAL: Mapping[str, Callable[[Any, HubTable], bool]] = MappingProxyType(
     {
@@ -318,6 +319,21 @@ def only(theirs: str, *allowed: Any, why: str) -> HubEntry:
         return {}
 
     return HubEntry((theirs,), (), read)
+
+
+def head_norms(name: str, kind: str) -> HubEntry:
+    """Whether queries and keys have LayerNorms of this kind."""
+
+    def read(table: HubTable, _: Mapping) -> dict:
+        return {"qk_norm": True, "qk_norm_kind": kind} if get(table, name, False) else {}
+
+    def write(config: GPTConfig) -> dict:
+        if config.qk_norm and config.qk_norm_kind != kind:
+            wanted = f"{kind!r} in this family"
+            raise EntryError(Problem("qk_norm_kind", repr(config.qk_norm_kind), wanted))
+        return {name: config.qk_norm}
+
+    return HubEntry((name,), ("qk_norm", "qk_norm_kind"), read, write)
 
 
 def architecture(name: str, *others: str) -> HubEntry:

@@ -35,7 +35,7 @@ configuration has them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -116,7 +116,7 @@ def _rename_stack(stack: str, rules: Sequence[NameRule]) -> tuple[NameRule, ...]
 def _list_qwen3_rules(
     *layers: NameRule, block: Sequence[NameRule] = _BLOCK, ahead: bool = False
 ) -> tuple[NameRule, ...]:
-    """Names as Qwen3-MoE's: of a block, leading dense layers, a router, and `layers` of experts."""
+    """Names as Qwen3-MoE's: of a block, dense layers, a router, and `layers` of experts."""
     sparse = (*block, _PLAIN_ROUTER, *layers)
     found = (*START, *_rename_stack("dense", (*block, *MLP)), *sparse)
     return (*found, *_AHEAD, *_rename_stack("mtp/block", sparse), *END) if ahead else (*found, *END)
@@ -208,13 +208,17 @@ transformers' default."""
 
 
 def experts(
-    *settings: MixtureSetting, shared: tuple[str, int] | None = None, **constants: Any
+    *settings: MixtureSetting,
+    shared: tuple[str, int] | None = None,
+    least_shared: int = 1,
+    **constants: Any,
 ) -> HubEntry:
     """Layers of experts.
 
     Args:
         shared: the entry of the number of shared experts, as wide as routed ones, and transformers'
             default; None: no such entry.
+        least_shared: the fewest that there may be.
         constants: fields of `MoEConfig` with the same value in all models.
     """
 
@@ -228,8 +232,9 @@ def experts(
                 problems += error.args
         if shared is not None:
             count = table.get(*shared)
-            if not is_a(count, int) or count < 1:
-                problems.append(Problem(shared[0], repr(count), "at least 1 in this family"))
+            if not is_a(count, int) or count < least_shared:
+                wanted = f"at least {least_shared} in this family"
+                problems.append(Problem(shared[0], repr(count), wanted))
             else:
                 values["shared_dim"] = count * values.get("expert_dim", 1)
         if problems:
@@ -247,7 +252,7 @@ def experts(
             raise EntryError(Problem("moe.shared_dim", "0", wanted))
         stored = fields | ({"shared_dim"} if shared else set())
         problems = _compare_fields(moe, stored, constants)
-        if shared and (not moe.shared_dim or moe.shared_dim % moe.expert_dim):
+        if shared and (moe.shared_dim < least_shared or moe.shared_dim % moe.expert_dim):
             wanted = f"a multiple of expert_dim={moe.expert_dim}"
             problems.append(Problem("moe.shared_dim", str(moe.shared_dim), wanted))
         if problems:
@@ -289,25 +294,44 @@ def _make_dense_layers(default: int, name: str = "first_k_dense_replace") -> Hub
     return HubEntry((name,), ("dense_layers",), read, lambda config: {name: config.dense_layers})
 
 
-def _read_interval(table: HubTable, values: Mapping) -> dict:
-    start, last = get(table, _INTERVAL[0], 1), get(table, _INTERVAL[1], -1)
-    count = values.get("num_layers", 0)
-    if get(table, _INTERVAL[2], 1) != 1 or last not in (-1, count - 1):
-        got = f"{start}, {last} and {table.get(_INTERVAL[2], 1)}"
-        raise EntryError(
-            Problem(" and ".join(_INTERVAL), got, "experts in all layers after the first")
-        )
-    return {"dense_layers": min(start, count)}
+_DENSE_FIELDS = ("dense_layers", "dense_at")
+
+
+def _split_dense(dense: Container[int], num_layers: int) -> dict[str, Any]:
+    """Our fields of these dense layers: how many come first, and the numbers of the others."""
+    first = next((i for i in range(num_layers) if i not in dense), num_layers)
+    others = tuple(i for i in range(first, num_layers) if i in dense)
+    return {"dense_layers": first, "dense_at": others}
 
 
 _INTERVAL = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
-_DENSE_INTERVAL = HubEntry(
-    _INTERVAL,
-    ("dense_layers",),
-    _read_interval,
-    lambda config: dict(zip(_INTERVAL, (config.dense_layers, -1, 1), strict=True)),
-)
-"""ERNIE's first and last layer with experts."""
+
+
+def _read_interval(table: HubTable, values: Mapping) -> dict:
+    count, last = values.get("num_layers", 0), get_whole(table, _INTERVAL[1], -1)
+    start, step = (get_whole(table, name, 1) for name in (_INTERVAL[0], _INTERVAL[2]))
+    if start is None or last is None or not step or step < 1:
+        got = f"{start}, {last} and {step}"
+        raise EntryError(Problem(" and ".join(_INTERVAL), got, "whole numbers, the last 1 or more"))
+    stop = count if last == -1 else last + 1
+    sparse = {i for i in range(max(start, 0), stop) if (i + 1) % step == 0}
+    return _split_dense({*range(count)} - sparse, count)
+
+
+def _write_interval(config: GPTConfig) -> dict:
+    dense, count = config.stacks.get("dense", ()), config.num_layers
+    sparse = [layer for layer in range(count) if layer not in dense]
+    start, last = (sparse[0], sparse[-1]) if sparse else (count, count - 1)
+    step = sparse[1] - start if config.dense_at and len(sparse) > 1 else 1
+    found = dict(zip(_INTERVAL, (start, -1 if last + step >= count else last, step), strict=True))
+    if _read_interval(found, {"num_layers": count}) != _split_dense(dense, count):
+        wanted = "experts in every n-th layer, counted from 1, between a first and a last one"
+        raise EntryError(Problem("dense_at", str(config.dense_at), f"{wanted}, in this family"))
+    return found
+
+
+_DENSE_INTERVAL = HubEntry(_INTERVAL, _DENSE_FIELDS, _read_interval, _write_interval)
+"""ERNIE's first and last layer with experts, and that every n-th has them."""
 
 
 def _choose_greedily(experts: HubEntry) -> HubEntry:
@@ -353,22 +377,15 @@ def _read_sparse(table: HubTable, values: Mapping) -> dict:
     if not is_a(step, int) or step < 1 or not isinstance(dense_ones, list):
         got = f"{step!r} and {dense_ones!r}"
         raise EntryError(Problem(" and ".join(_SPARSE), got, "a whole number and a list"))
-    layers = range(values.get("num_layers", 0))
-    dense = [layer for layer in layers if layer in dense_ones or (layer + 1) % step]
-    if dense != list(range(len(dense))):
-        named = ", ".join(map(str, dense[:8])) + (", ..." if len(dense) > 8 else "")
-        got = f"{step} and {dense_ones}: dense layers {named}"
-        wanted = "the first ones dense, and experts in all after them"
-        fix = "this decoder has two stacks of layers: it cannot alternate between them"
-        raise EntryError(Problem(" and ".join(_SPARSE), got, wanted, fix))
-    return {"dense_layers": len(dense)}
+    count = values.get("num_layers", 0)
+    return _split_dense({i for i in range(count) if i in dense_ones or (i + 1) % step}, count)
 
 
 _SPARSE_LAYERS = HubEntry(
     _SPARSE,
-    ("dense_layers",),
+    _DENSE_FIELDS,
     _read_sparse,
-    lambda config: {_SPARSE[0]: 1, _SPARSE[1]: list(range(config.dense_layers))},
+    lambda config: {_SPARSE[0]: 1, _SPARSE[1]: [*config.stacks.get("dense", ())]},
 )
 """Qwen's ``decoder_sparse_step`` and ``mlp_only_layers``: which layers are dense."""
 
@@ -657,11 +674,14 @@ ERNIE_MOE = HubFormat(
         fixed(rope_pairs="neighbours"),
         _DENSE_INTERVAL,
         only("moe_norm_min", 1e-12, why="other smallest sum of weights"),
+        only("use_rmsnorm", True, why="LayerNorm in this family"),
+        only("moe_gate", "topk", why="other choice of experts in this family"),
         experts(
             (("moe_num_experts",), "num_experts", 64),
             (("moe_k",), "top_k", 6),
             (("moe_intermediate_size",), "expert_dim", 1536),
             shared=("moe_num_shared_experts", 2),
+            least_shared=0,
             renormalise=True,
             balance_bias=True,
         ),
@@ -669,7 +689,7 @@ ERNIE_MOE = HubFormat(
     in_memory=_list_qwen3_rules(
         *_list_balance_rules("gate.moe_statics.", _ERNIE_BIAS), *_SHARED, *_FUSED
     ),
-    ignored=_OF_TRAINING,
+    ignored=(*_OF_TRAINING, "moe_capacity", "moe_use_aux_free"),
 )  # fmt: skip
 MINIMAX_M2 = HubFormat(
     "minimax_m2",

@@ -48,6 +48,7 @@ from functron.hub.entries import (
     fixed,
     get,
     get_whole,
+    head_norms,
     is_a,
     only,
     positive,
@@ -123,6 +124,8 @@ _PHI_RULES = (
         "blocks/attention",
         *(f"{LAYER}.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "dense")),
     ),
+    *norm(f"{LAYER}.self_attn.q_layernorm", "blocks/attention/q_norm", "head"),
+    *norm(f"{LAYER}.self_attn.k_layernorm", "blocks/attention/k_norm", "head"),
     *mlp("blocks/mlp", f"{LAYER}.mlp.fc1", f"{LAYER}.mlp.fc2"),
     *norm("model.final_layernorm", "norm"),
     NameRule("lm_head.weight", UNEMBED, ("unembed",)),
@@ -137,6 +140,14 @@ _APERTUS_RULES = (
     NameRule(f"{LAYER}.mlp.act_fn.alpha_p", "() -> ", ("blocks/mlp/activation/positive",)),
     NameRule(f"{LAYER}.mlp.act_fn.alpha_n", "() -> ", ("blocks/mlp/activation/negative",)),
     *END,
+)
+_COHERE_RULES = (
+    *(rule for rule in LLAMA_RULES if not {"q_norm", "k_norm"} & {*rule.paths[0].split("/")}),
+    *(
+        NameRule(f"{LAYER}.self_attn.{name}.weight", "heads head -> heads head", (path,))
+        for name in ("q_norm", "k_norm")
+        for path in (f"blocks/attention/{name}/layer_scale",)
+    ),
 )
 HUNYUAN_ATTENTION = (
     *ATTENTION[:8],
@@ -389,7 +400,7 @@ PHI = HubFormat(
         same("layer_norm_eps", "norm_eps", 1e-5),
         fixed(norm="layer", gated=False, parallel_residual=True, sublayer_norms="shared",
               unembed_bias=True),
-        only("qk_layernorm", False, why="LayerNorm of queries and keys"),
+        head_norms("qk_layernorm", "layer"),
         biases(True, mlp=True),
     ),
 )  # fmt: skip
@@ -406,11 +417,11 @@ _COHERE_SIZES: _Sizes = {"vocab_size": 256000, "embed_dim": 8192, "mlp_dim": 225
 COHERE = HubFormat(
     "cohere",
     "CohereForCausalLM",
-    LLAMA_RULES,
+    _COHERE_RULES,
     (
         *llama(**_COHERE_SIZES, positions=rope(5e5)),
         *_COHERES,
-        only("use_qk_norm", False, why="LayerNorm of queries and keys"),
+        head_norms("use_qk_norm", "head_layer"),
     ),
 )
 COHERE2 = HubFormat(

@@ -5,6 +5,7 @@ There are named ones: published sizes of well-known families, and small ones to 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,7 +58,7 @@ _AHEAD = Need(lambda c: c.mtp_depth > 0, "modules that predict tokens further on
 _ROPE = Need(lambda c: c.positions == "rope", "rotary positions", "set positions to rope")
 
 _DENSE = Need(
-    lambda c: c.moe is None or c.dense_layers > 0,
+    lambda c: c.moe is None or c.dense_layers > 0 or bool(c.dense_at),
     "a feed-forward layer, where all layers are experts",
     "set moe.expert_dim, which is the width of an expert, or dense_layers",
 )
@@ -212,6 +213,8 @@ class GPTConfig(MLAConfig, TextConfig):
             experts.
         dense_layers: number of leading layers with a feed-forward layer, where the others have
             experts.
+        dense_at: further layers with a feed-forward layer, where layers alternate, by their
+            numbers, counted from 0, in order: (2, 4, 6) after one leading layer (Llama 4; ERNIE).
         mtp_depth: modules of multi-token prediction, each of which predicts one token further ahead
             (DeepSeek-V3, section 2.2); where layers differ, their blocks have rope and no window.
         mtp_weight: weight of the mean of their losses.
@@ -269,6 +272,7 @@ class GPTConfig(MLAConfig, TextConfig):
     logit_cap: float = 0.0
     moe: MoEConfig | None = None
     dense_layers: int = 0
+    dense_at: tuple[int, ...] = ()
     mtp_depth: int = 0
     mtp_weight: float = 0.3
     mtp_repeated: bool = False
@@ -335,7 +339,8 @@ class GPTConfig(MLAConfig, TextConfig):
             got = f"{self.dense_layers} of {self.num_layers} layers"
             wanted = "at most num_layers, and 0 without moe: all layers are dense then"
             found.append(Problem("dense_layers", got, wanted, "lower it, or set moe"))
-        if self.activation == "clamped_swiglu" and (self.moe is None or self.dense_layers):
+        found += self._alternating_misfits()
+        if self.activation == "clamped_swiglu" and (self.moe is None or "dense" in self.stacks):
             fix = "use silu, or make all layers ones of experts"
             got = f"{self.activation!r} on layers without experts"
             found.append(Problem("activation", got, "one of feed-forward layers", fix))
@@ -354,6 +359,10 @@ class GPTConfig(MLAConfig, TextConfig):
             for name in ("qk_norm_across", "qk_norm_last")
             if getattr(self, name) and not self.qk_norm
         ]
+        if self.qk_norm_kind != "rms" and (not self.qk_norm or self.qk_norm_across):
+            got = f"{self.qk_norm_kind!r} with qk_norm={self.qk_norm}"
+            fix = "set qk_norm, not qk_norm_across, or leave it out"
+            found.append(Problem("qk_norm_kind", got, "'rms', or norms of single heads", fix))
         if self.fused_projections is True and self.kv_rank and not self.gated:
             got, wanted = "True", "False: latent attention and layers without a gate join nothing"
             found.append(Problem("fused_projections", got, wanted, "leave it out"))
@@ -361,6 +370,21 @@ class GPTConfig(MLAConfig, TextConfig):
             got = "True of norms without a scale"
             found.append(Problem("zero_centered_norm", got, "False", "leave it out"))
         return found
+
+    def _alternating_misfits(self) -> list[Problem]:
+        """Numbers of dense layers that name none, or one that is dense already."""
+        given, first = self.dense_at, self.dense_layers
+        if not given:
+            return []
+        if self.moe is None:
+            fix = "set moe, or leave it out: all layers are dense"
+            return [Problem("dense_at", str(given), "() without moe", fix)]
+        rising = all(a < b for a, b in itertools.pairwise(given))
+        if rising and given[0] > first and given[-1] < self.num_layers:
+            return []
+        fix = "count leading dense layers by dense_layers"
+        wanted = f"rising numbers from {first + 1} to {self.num_layers - 1}"
+        return [Problem("dense_at", str(given), f"{wanted}: layer {first} has experts", fix)]
 
     def _rope_misfits(self) -> list[Problem]:
         """Rotary options that fit neither each other nor the heads."""
@@ -470,11 +494,22 @@ class GPTConfig(MLAConfig, TextConfig):
         return self.dropout > 0 or (self.moe is not None and self.moe.jitter > 0)
 
     @property
-    def stacks(self) -> dict[str, range]:
+    def stacks(self) -> dict[str, range | tuple[int, ...]]:
         """The layers of each stack of equal ones, by its name in the parameters."""
         first = self.dense_layers if self.moe else 0
-        found = {"dense": range(first), "blocks": range(first, self.num_layers)}
+        dense, rest = (*range(first), *self.dense_at), range(first, self.num_layers)
+        if not self.dense_at:
+            found = {"dense": range(first), "blocks": rest}
+        else:
+            found = {"dense": dense, "blocks": tuple(i for i in rest if i not in {*dense})}
         return {name: layers for name, layers in found.items() if layers}
+
+    def runs(self, layers: range) -> list[tuple[str, range]]:
+        """These layers in order, as runs of consecutive ones of the same stack of `stacks`."""
+        dense = {*self.stacks.get("dense", ())}
+        kinds = itertools.groupby(layers, lambda layer: "dense" if layer in dense else "blocks")
+        found = [(name, list(run)) for name, run in kinds]
+        return [(name, range(run[0], run[-1] + 1)) for name, run in found]
 
     @property
     def mtp_modules(self) -> int:
@@ -484,7 +519,7 @@ class GPTConfig(MLAConfig, TextConfig):
     @property
     def num_routers(self) -> int:
         """How many layers of experts there are, those of `mtp_depth` last."""
-        return self.num_layers - self.dense_layers + self.mtp_depth if self.moe else 0
+        return len(self.stacks.get("blocks", ())) + self.mtp_depth if self.moe else 0
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ from functron.transforms import Gather, policies
 from functron.transforms import remat as rematerialise
 from functron.transforms.capture import name_value, watched_scope
 from functron.transforms.parameter_gather import without_codes
-from functron.transforms.scan import scan_in_turn
+from functron.transforms.scan import ScanTurn, scan_in_turn
 
 Rope = tuple[Tensor, Tensor]
 
@@ -574,32 +574,72 @@ def stream(
         if options.watch:
             squares = _pad_rows(_squares(x).reshape(1), 0, 1 + config.num_layers)
     assert x is not None
-    differing = patterns(config, x.device, options)
-    for name, layers in config.stacks.items():
-        start, stop = max(part.layers.start, layers.start), min(part.layers.stop, layers.stop)
-        if start >= stop:
-            continue
-        gather = options.gather.at(name).rows()
-        turns = []
-        for matmul, run in itertools.groupby(
-            range(start, stop), lambda at: options.matmul.of_layer(at, config.num_layers)
-        ):
-            layer = block(config, sequence, replace(options, matmul=matmul), gather)
-            turns.append((len(list(run)), _with_stream_size(layer) if options.watch else layer))
-        own = {what: rows[start:stop] for what, rows in differing.items()}
-        if sequence.load is not None and name == "blocks":
-            own["load"] = sequence.load[start - layers.start : stop - layers.start]
-        xs = (weights[name], None if keys is None else keys[start:stop], own)
-        with watched_scope(name):
-            x, new = scan_in_turn(turns, x, xs, start - layers.start)
+    x, found = _run_layers(config, part, weights, x, sequence, options, keys)
+    for name, (rows, new) in found.items():
         if options.watch:
-            new, rows = new
-            rows = _pad_rows(rows, 1 + start, 1 + config.num_layers)
-            squares = rows if squares is None else squares + rows
+            new, sizes = new
+            sizes = _put_rows(sizes, [1 + at for at in rows], 1 + config.num_layers)
+            squares = sizes if squares is None else squares + sizes
         if new is not None:
             new = Auxiliary(new.loss.sum(), new.sums)
-            auxiliary = add_auxiliary(auxiliary, new, start - layers.start, config.num_routers)
+            first = config.stacks[name].index(rows[0])
+            auxiliary = add_auxiliary(auxiliary, new, first, config.num_routers)
     return x, auxiliary if squares is None else Activations(auxiliary, squares)
+
+
+def _run_layers(
+    config: GPTConfig,
+    part: Part,
+    weights: dict,
+    x: Tensor,
+    sequence: Sequence,
+    options: ModelOptions,
+    keys: Tensor | None,
+) -> tuple[Tensor, dict[str, tuple[list[int], Any]]]:
+    """The stream after the layers of `part`; by stack, these and what else they return, stacked."""
+    differing, runs = patterns(config, x.device, options), config.runs(part.layers)
+    made: dict[tuple[str, bool], Callable] = {}
+    turns = []
+    for name, run in runs:
+        of_layers = [options.matmul.of_layer(at, config.num_layers) for at in run]
+        for plain, same in itertools.groupby(of_layers, lambda matmul: matmul is nn.MATMUL):
+            alike = list(same)
+            if (name, plain) not in made:
+                gather = options.gather.at(name).rows()
+                layer = block(config, sequence, replace(options, matmul=alike[0]), gather)
+                made[name, plain] = _with_stream_size(layer) if options.watch else layer
+            turns.append(ScanTurn(name, len(alike), made[name, plain]))
+    xs, first, rows = {}, {}, {}
+    for name in dict.fromkeys(name for name, _ in runs):
+        mine = [run for stack, run in runs if stack == name]
+        rows[name] = [at for run in mine for at in run]
+        own = {what: _take_runs(values, mine) for what, values in differing.items()}
+        first[name] = config.stacks[name].index(rows[name][0])
+        if sequence.load is not None and name == "blocks":
+            own["load"] = sequence.load[first[name] : first[name] + len(rows[name])]
+        xs[name] = (weights[name], None if keys is None else _take_runs(keys, mine), own)
+    if not turns:
+        return x, {}
+    x, found = scan_in_turn(turns, x, xs, first)
+    return x, {name: (rows[name], new) for name, new in found.items()}
+
+
+def _take_runs(values: Tensor, runs: list[range]) -> Tensor:
+    """The rows of values of all layers that are of these runs of them."""
+    pieces = [values[run.start : run.stop] for run in runs]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _put_rows(values: Tensor, places: list[int], total: int) -> Tensor:
+    """`total` rows, zeros but for these values at rising `places`."""
+    runs = {}
+    for row, place in enumerate(places):  # a piece for each run of consecutive ones
+        runs.setdefault(place - row, []).append(row)
+    pieces = []
+    for shift, rows in runs.items():
+        first, last = rows[0], rows[-1] + 1
+        pieces.append(_pad_rows(values[first:last], first + shift, total))
+    return functools.reduce(torch.add, pieces)
 
 
 def _check_uneven(config: GPTConfig, options: ModelOptions) -> None:
@@ -849,8 +889,8 @@ def _predict_ahead(
 
 def watched_names(config: GPTConfig) -> tuple[str, ...]:
     """The names of the rows of `Activations.squares`: ``embed``, ``blocks/0``, ``blocks/1``, ..."""
-    stacks = config.stacks.items()
-    return ("embed", *(f"{name}/{row}" for name, layers in stacks for row in range(len(layers))))
+    runs, stacks = config.runs(range(config.num_layers)), config.stacks
+    return ("embed", *(f"{name}/{stacks[name].index(at)}" for name, run in runs for at in run))
 
 
 def _squares(x: Float[Tensor, "batch seq embed"]) -> Float[Tensor, ""]:

@@ -208,7 +208,7 @@ def _gpt_canonical(config: GPTConfig) -> GPTConfig:
     }
     names = ("qkv_bias", "out_bias", "mlp_bias")
     flags = [config.bias or getattr(config, name) for name in names]
-    if config.moe is not None and not config.dense_layers:  # nothing reads the last
+    if config.moe is not None and "dense" not in config.stacks:  # nothing reads the last
         flags[2] = flags[0] and flags[1]
     changes |= dict(zip(names, flags, strict=True)) | {"bias": all(flags)}
     if config.kv_rank:
@@ -224,13 +224,13 @@ def _gpt_canonical(config: GPTConfig) -> GPTConfig:
         changes |= {"rope_theta": GPTConfig.rope_theta, "rope_scaling": None}
     if config.moe is not None:
         changes["moe"] = canonical_moe(config.moe)
-        changes |= {} if config.dense_layers else {"mlp_dim": GPTConfig.mlp_dim}
+        changes |= {} if "dense" in config.stacks else {"mlp_dim": GPTConfig.mlp_dim}
     return replace(config, **changes)
 
 
-def _gpt_numbers(config: GPTConfig) -> dict[str, range]:
-    """Layers are counted through: those of the second stack go on from the first's, and modules
-    that predict tokens further ahead from the last layer."""
+def _gpt_numbers(config: GPTConfig) -> dict[str, Sequence[int]]:
+    """Layers of both stacks are counted through, and modules that predict tokens further ahead from
+    the last one."""
     ahead = range(config.num_layers, config.num_layers + config.mtp_modules)
     return {**config.stacks, "mtp": ahead}
 

@@ -178,25 +178,25 @@ def _advance(
     check_positions(whole, config.rope_sections, options.context)
     x = decoder.embedded(config, weights, whole, options)
     differing = patterns(config, x.device, options)
-    kept: dict[str, KVCache] = {}
-    for name, layers in config.stacks.items():
+    found: dict[str, list[KVCache]] = {name: [] for name in config.stacks}
+    runs = config.runs(range(config.num_layers))
+    for at, name in ((at, name) for name, run in runs for at in run):
+        row = len(found[name])
+        before = None if cache is None else tree.map(lambda c, r=row: c[r], cache.layers[name])
+        attend = _CachedAttention(before, places, room, config, options, whole.positions)
+        sequence = whole._replace(attend=attend)
+        which = {what: of[at] for what, of in differing.items()}
+        own = tree.map(lambda w, r=row: w[r], weights[name])
+        matmul = options.matmul.of_layer(at, config.num_layers)
         gather = options.gather.at(name).rows()
-        rows = []
-        for row in range(len(layers)):
-            before = None if cache is None else tree.map(lambda c, r=row: c[r], cache.layers[name])
-            attend = _CachedAttention(before, places, room, config, options, whole.positions)
-            sequence = whole._replace(attend=attend)
-            which = {what: of[layers.start + row] for what, of in differing.items()}
-            own = tree.map(lambda w, r=row: w[r], weights[name])
-            matmul = options.matmul.of_layer(layers.start + row, config.num_layers)
-            layer = block(config, sequence, replace(options, matmul=matmul), gather)
-            x, _ = layer(x, (own, None, which))
-            if attend.after is None:
-                got, wanted = "a block without layer.attention", "one whose keys can be kept"
-                fix = "generate(..., logits=) with gpt.forward and these options"
-                refuse("cannot generate with a cache", "options.block", got, wanted, fix)
-            rows.append(attend.after)
-        kept[name] = tree.map(lambda *each: torch.stack(each), *rows)
+        layer = block(config, sequence, replace(options, matmul=matmul), gather)
+        x, _ = layer(x, (own, None, which))
+        if attend.after is None:
+            got, wanted = "a block without layer.attention", "one whose keys can be kept"
+            fix = "generate(..., logits=) with gpt.forward and these options"
+            refuse("cannot generate with a cache", "options.block", got, wanted, fix)
+        found[name].append(attend.after)
+    kept = {name: tree.map(lambda *x: torch.stack(x), *rows) for name, rows in found.items()}
     at = last[:, None, None].expand(-1, 1, x.shape[-1])
     logits = decoder.logits(config, weights, x.gather(1, at), options).squeeze(1)
     logits = lax.all_gather(logits, "tp", axis=-1, tiled=True)[:, : config.vocab_size]
@@ -395,6 +395,8 @@ def generate(
         return drawn(
             iterate(params, config, tokens, num_tokens), draw, tokens, num_tokens, key, stop
         )
+    if logits is None:
+        _check_adapters(params, mesh, options)
     total = tokens.shape[1] + num_tokens
     with_cache = logits is None and total <= config.max_seq
     on_mesh = mesh is not None or options is not None
@@ -413,6 +415,22 @@ def generate(
         read = logits or (_reader(config, mesh, options) if on_mesh else alone)
         steps = _reread(params, config, tokens, num_tokens, read)
     return drawn(steps, draw, tokens, num_tokens, key, stop, lengths=lengths, mesh=mesh)
+
+
+def _check_adapters(params: tree.Tree, mesh, options: ModelOptions | None) -> None:
+    """Refuse low-rank additions on several ranks of which nothing says how they are split."""
+    told = options is not None and not is_spec(options.gather.specs)
+    if told or mesh is None or mesh.size == 1:
+        return
+    found = [path for path in tree.paths(params) if "lora" in path.split("/")]
+    if found:
+        got = f"low-rank adapters ({found[0]}, ...) on {mesh.size} ranks"
+        wanted = "their specs in options.gather: the model's definitions have none"
+        fix = (
+            "specs = ft.param_specs(lora.lora_defs(gpt.defs(config), settings), gpt.rules(config, "
+            "mesh)); options=ft.ModelOptions(gather=ft.Gather(specs)); or lora.merge them first"
+        )
+        refuse("cannot generate", "params", got, wanted, fix)
 
 
 def _require_cache(config, mesh, options, by_model: bool, total: int) -> None:
@@ -515,6 +533,9 @@ def placed(
     mesh, options = Mesh() if mesh is None else mesh, options or DEFAULTS
     if not is_spec(options.gather.specs):
         return mesh, options.gather.specs, options
+    if mesh.size == 1:  # whatever parameters there are, such as low-rank adapters
+        gpt.rules(config, mesh)
+        return mesh, P(), options
     specs = param_specs(gpt.defs(config, options), gpt.rules(config, mesh))
     gather = Gather(specs) if options.gather is WHOLE else options.gather
     return mesh, specs, replace(options, gather=gather)

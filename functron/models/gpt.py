@@ -42,7 +42,7 @@ from functron.models.options import (
     require,
 )
 from functron.nn import moe
-from functron.pipeline.partition import Part, whole
+from functron.pipeline.partition import Part, Use, whole
 from functron.program.cost import tokens_attended
 from functron.spmd import CONTEXT_AXES, DATA_AXES, P, params
 from functron.spmd import collectives as lax
@@ -232,8 +232,8 @@ def _expert_problems(
 def defs(config: GPTConfig, options: ModelOptions = DEFAULTS) -> dict:
     """The parameters: ``{"embed", "positions"?, "dense"?, "blocks", "norm"?, "unembed"?, "mtp"?}``.
 
-    Those of all blocks are stacked on a leading "layers" dim; where the first blocks are dense and
-    the others have experts, the first are in "dense". With `GPTConfig.unembed_bias` there is
+    Those of all blocks are stacked on a leading "layers" dim; where some blocks are dense and the
+    others have experts, the former are in "dense". With `GPTConfig.unembed_bias` there is
     "unembed_bias" as well. With a base width (`mup`) initial values are scaled. Of `options`, hooks
     with parameters of their own matter.
     """
@@ -382,10 +382,10 @@ def batch_specs(*, packed: bool = False, placed: bool = False, dealt: bool = Fal
     return {**dict.fromkeys(names, P(DATA_AXES, CONTEXT_AXES)), "rows": P(DATA_AXES)}
 
 
-def uses(config: GPTConfig, options: ModelOptions = DEFAULTS) -> dict[str, str | range]:
+def uses(config: GPTConfig, options: ModelOptions = DEFAULTS) -> dict[str, Use]:
     """Which stages of a pipeline use each entry of `defs`, for `pipeline.Partition`."""
     embed = "EL" if config.tied or config.mtp_depth else "E"
-    table: dict[str, str | range] = {"embed": embed, **config.stacks}
+    table: dict[str, Use] = {"embed": embed, **config.stacks}
     if norm_defs(config, options):
         table["norm"] = "L"
     if config.positions == "learned":

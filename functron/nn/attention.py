@@ -233,6 +233,8 @@ class AttentionConfig:
         qk_norm: RMSNorm on the queries and keys of each head (Dehghani et al. 2023; Qwen3).
         qk_norm_across: that norm is over all heads together (OLMo 2), not of each.
         qk_norm_last: it comes after rotary positions (Hunyuan), not before.
+        qk_norm_kind: ``"layer"`` is a LayerNorm in its place (Phi), ``"head_layer"`` one without a
+            bias, whose scale is each head's own (Command R+; StableLM 2).
         zero_centered_norm: norms multiply by 1 + scale, and scales start at 0 (Gemma).
         norm_eps: epsilon of the norms.
         rope_pairs: pairs of rotated dims are dims i and i + half of them, ``"halves"`` (Llama), or
@@ -260,6 +262,7 @@ class AttentionConfig:
     qk_norm: bool = False
     qk_norm_across: bool = False
     qk_norm_last: bool = False
+    qk_norm_kind: Literal["rms", "layer", "head_layer"] = "rms"
     zero_centered_norm: bool = False
     norm_eps: float = 1e-6
     rope_pairs: RopePairs = "halves"
@@ -344,13 +347,15 @@ def out_defs(config: AttentionConfig, width: int, *, stddev: float, dtype: torch
 
 def _qk_norm_defs(config: AttentionConfig, dtype: torch.dtype) -> dict:
     names, zero_centered = ("q_norm", "k_norm"), config.zero_centered_norm
-    if not config.qk_norm_across:
+    kind = config.qk_norm_kind
+    if kind != "head_layer" and not config.qk_norm_across:
         each = {"axis": None, "dtype": dtype, "zero_centered": zero_centered}
-        return {name: norm_defs(config.head_size, "rms", **each) for name in names}
+        return {name: norm_defs(config.head_size, kind, **each) for name in names}
     start, size = zeros if zero_centered else ones, config.head_size
     counts = (("heads", config.num_heads), ("kv_heads", config.kv_heads))
+    scale = "scale" if config.qk_norm_across else "layer_scale"
     return {
-        name: {"scale": ParamDef((count, size), (axis, None), start, dtype, decay=False)}
+        name: {scale: ParamDef((count, size), (axis, None), start, dtype, decay=False)}
         for name, (axis, count) in zip(names, counts, strict=True)
     }
 
@@ -442,7 +447,7 @@ def _is_fused(
     """Whether one kernel normalises and rotates: it rotates all dims, and norms single heads."""
     if rope is None or 2 * rope[0].shape[-1] != config.head_size:
         return False
-    if config.qk_norm_across or config.qk_norm_last:
+    if config.qk_norm_across or config.qk_norm_last or config.qk_norm_kind != "rms":
         return False
     return kernels.takes("qk_norm_rope", *heads[:2], *rope)
 
@@ -465,11 +470,20 @@ def _norm_heads(
     if config.qk_norm_across:
         q = _norm_across(params["q_norm"], q, config.num_heads, config, axis)
         k = _norm_across(params["k_norm"], k, config.kv_heads, config, axis)
+    elif config.qk_norm and config.qk_norm_kind == "head_layer":
+        q, k = (_norm_each(params[f"{n}_norm"], x, config) for n, x in (("q", q), ("k", k)))
     elif config.qk_norm:
         eps, zero_centered = config.norm_eps, config.zero_centered_norm
         own: Any = {"eps": eps, "zero_centered": zero_centered, "kernels": kernels}
         q, k = norm(params["q_norm"], q, **own), norm(params["k_norm"], k, **own)
     return q, k
+
+
+def _norm_each(params: dict, x: Tensor, config: AttentionConfig) -> Tensor:
+    """LayerNorm of each head, times its own scale."""
+    normed = norm({}, upcast(x), eps=config.norm_eps)
+    scale = multiplier(params["layer_scale"], normed, config.zero_centered_norm)
+    return (normed * scale).to(x.dtype)
 
 
 def _split_heads(qkv: Tensor) -> list[Tensor]:

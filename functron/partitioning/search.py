@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from functron.core import tree
 from functron.core.errors import Problem, public, raise_problems
@@ -98,6 +99,7 @@ def search(
 
     Args:
         fn: a function of whole values, without collectives, and without scans, remat and gradients.
+            Of functions with a backward of their own what they compute forward counts.
             `functron.constrain` in it holds, such as of a residual stream that is split.
         in_specs: prefix trees of specs of the other arguments, and of the first over other axes.
         args: arguments, which may be abstract. The first is a tree of tensors, of which those of
@@ -118,7 +120,7 @@ def search(
     rows = [(x, s) for x, s in zip(leaves, specs, strict=True) if isinstance(x, torch.Tensor)]
     fakes = fake_leaves(leaves, [getattr(x, "shape", ()) for x in leaves])
     program, pins, _ = global_program(fn, tree.unflatten(structure, fakes))
-    block = inline_views(program.block)
+    block = inline_views(_inline_rules(program.block))
     _refuse_calls(block)
     own = [i.var for i in program.inputs if i.role == "argument"]
     given = {var: spec for var, (_, spec) in zip(own, rows, strict=True)}
@@ -153,6 +155,35 @@ def _check(mesh: Mesh, args: tuple, axes: Sequence[str], memory_bytes: int) -> N
     if memory_bytes <= 0:
         problems.append(Problem("memory_bytes", str(memory_bytes), "more than 0"))
     raise_problems("search", problems)
+
+
+def _inline_rules(block: Block) -> Block:
+    """The block, with the forward of a custom_vjp in the place of its call."""
+    same: dict[Var, Var] = {}
+    equations: list[Equation] = []
+
+    def rename(equation: Equation, names: Mapping[Var, Var]) -> Equation:
+        args, kwargs = pytree.tree_map_only(
+            Var, lambda v: names.get(v, v), (equation.args, dict(equation.kwargs))
+        )
+        outputs = tuple(v and names.get(v, v) for v in equation.outputs)
+        return replace(equation, args=args, kwargs=kwargs, outputs=outputs)
+
+    for equation in (rename(each, same) if same else each for each in block.equations):
+        op = equation.op
+        if not (isinstance(op, TransformCall) and op.transform == "custom_vjp"):
+            equations.append(equation)
+            continue
+        body = _inline_rules(op.body)
+        inside = dict(zip(body.inputs, equation.operands, strict=True))
+        same |= {
+            result: inside.get(made, made)
+            for result, made in zip(equation.results, body.outputs, strict=False)
+            if isinstance(made, Var)
+        }
+        equations += [rename(each, inside) for each in body.equations]
+    outputs = tuple(same.get(v, v) if isinstance(v, Var) else v for v in block.outputs)
+    return replace(block, equations=tuple(equations), outputs=outputs)
 
 
 def _refuse_calls(block: Block) -> None:

@@ -286,7 +286,7 @@ def _layout_problems(stages: Sequence[str], num_layers: int, num_stages: int) ->
 
 _LETTERS = "EtL"
 
-Use = str | range | frozenset[str | int]
+Use = str | range | tuple[int, ...] | frozenset[str | int]
 """Which stages use an entry of the parameters: letters, a stack's layers, or some of both; see
 `Partition`."""
 
@@ -318,9 +318,9 @@ class Partition:
             both, which then hold copies whose gradients are added (tied embeddings); "t" each its
             own layers' rows of a stack with one per layer of the model; a range, as "t", but the
             stack has one row per layer in the range, in order: ``range(3)``, ``range(3, 61)``,
-            every second one ``range(1, 48, 2)``; a set of letters and numbers of layers, such as
-            ``frozenset({4})`` or ``frozenset({"E", 0, 1})``, those with one of them, which hold
-            copies if they are several.
+            every second one ``range(1, 48, 2)``; a tuple of layers, the same; a set of letters and
+            numbers of layers, such as ``frozenset({4})`` or ``frozenset({"E", 0, 1})``, those with
+            one of them, which hold copies if they are several.
         spread: entries of "E" and "L" that are divided among all ranks of the pipeline, by the dim
             that is: between steps each rank holds, and updates, a part of the vocabulary. In a step
             those that use an entry gather it, and its gradient is divided again.
@@ -388,12 +388,12 @@ class Partition:
         """The layers of a rank, in the order of its rows; all of them, in order, for None."""
         return [layer for stage in self.stages(rank) for layer in self.layout[stage].layers]
 
-    def stack(self, name: str) -> range | None:
+    def stack(self, name: str) -> range | tuple[int, ...] | None:
         """The layers that a top-level entry has rows of, one each; None: it is not stacked."""
         use = self.uses[name]
         if use == "t":
             return range(max((part.layers.stop for part in self.layout if part.layers), default=0))
-        return use if isinstance(use, range) else None
+        return use if isinstance(use, (range, tuple)) else None
 
     def rows(self, name: str, rank: int | None) -> list[int]:
         """Which rows of the model's stack `name` a rank holds, in its order; all for None.
@@ -419,7 +419,11 @@ class Partition:
             name
             for name, use in self.uses.items()
             if (part.layers and use == "t")
-            or (_rows_in(use, part.layers) if isinstance(use, range) else not has.isdisjoint(use))
+            or (
+                _rows_in(use, part.layers)
+                if isinstance(use, (range, tuple))
+                else not has.isdisjoint(use)
+            )
         ]
 
     def kind(self, stage: int) -> tuple:
@@ -604,7 +608,7 @@ class Partition:
 
 
 def _is_stacked(use: Use) -> bool:
-    return use == "t" or isinstance(use, range)
+    return use == "t" or isinstance(use, (range, tuple))
 
 
 def _at(value: Mapping[str, Any], path: str) -> Any:
@@ -633,15 +637,15 @@ def _names_in(value: Mapping[str, Any], names: Container[str], above: str = "") 
     return found
 
 
-def _rows_in(stack: range, layers: Sequence[int]) -> list[int]:
+def _rows_in(stack: range | tuple[int, ...], layers: Sequence[int]) -> list[int]:
     """The rows that a stack has for those of `layers` that it has any for."""
     return [stack.index(layer) for layer in layers if layer in stack]
 
 
 def _use_problems(name: str, use: Use) -> list[Problem]:
-    if isinstance(use, range):
+    if isinstance(use, (range, tuple)):
         wanted = "layers of the model, in order"
-        bad = not use or use.start < 0 or use.step < 1
+        bad = not use or not all(map(_is_layer, use)) or [*use] != sorted({*use})
         return [Problem(f"uses/{name}", f"{use}", wanted)] if bad else []
     if isinstance(use, frozenset):
         bad = not use or any(x not in ("E", "L") and not _is_layer(x) for x in use)

@@ -12,9 +12,11 @@ same in every iteration are operands of both. This is how JAX differentiates a s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -445,47 +447,135 @@ def scan(
     """
     if unroll is not False and unroll < 1:
         refuse("scan", "unroll", unroll, "a number of steps of at least 1, or True for all of them")
-    return _check_and_scan(f, init, xs, length, 0, reverse, unroll)
+    _check_scan(f, init, xs)
+    f, xs = by_row(f, xs)
+    return _scan(f, init, xs, length, 0, reverse, unroll)
 
 
-def _check_and_scan(
-    f: Callable,
-    init: tree.Tree,
-    xs: tree.Tree,
-    length: int | None,
-    first: int,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-) -> tuple[tree.Tree, tree.Tree]:
+def _check_scan(f: Callable, init: tree.Tree, xs: tree.Tree) -> None:
     title = "scan cannot see into these"
     refuse_holders(title, "init", init, tracked=True)
     refuse_holders(title, "xs", xs, tracked=True)
     if compat.transforms_active():  # a vmap would take such a tensor for one of its own
         refuse_orphans("scan", find_tensors(f))
-    f, xs = by_row(f, xs)
-    return _scan(f, init, xs, length, first, reverse, unroll)
+
+
+class ScanTurn(NamedTuple):
+    """Slices of a stack that a scan comes to, one after another.
+
+    Attributes:
+        stack: whose next slices they are.
+        count: how many.
+        f: the function of the carry and a slice.
+    """
+
+    stack: str
+    count: int
+    f: Callable
 
 
 def scan_in_turn(
-    turns: Sequence[tuple[int, Callable]], init: tree.Tree, xs: tree.Tree, first: int = 0
-) -> tuple[tree.Tree, tree.Tree]:
-    """`scan`, with the first slices of `xs` for one function, the next ones for another, and so on.
+    turns: Sequence[ScanTurn],
+    init: tree.Tree,
+    xs: Mapping[str, tree.Tree],
+    first: Mapping[str, int] = MappingProxyType({}),
+) -> tuple[tree.Tree, dict[str, tree.Tree]]:
+    """`scan` along several stacks: the next slices of one, those of another, and so on.
 
-    `turns` has the number of slices of each function, and the function; `first` is the number of
-    the first slice in names of captured values.
+    Turns that come again and again, as where two kinds of layers alternate, are one equation in a
+    program that is being traced, at any depth: its body is the turns of one round.
+
+    Args:
+        turns: which slices come when, and the function of each; turns of one kind have the same.
+        xs: by stack, a tree of tensors with a common leading dim.
+        first: by stack, the number of its first slice in names of captured values, after its name.
+
+    Returns:
+        The last carry, and by stack its stacked ys.
     """
-    if len(turns) == 1:
-        return _check_and_scan(turns[0][1], init, xs, None, first)
+    at = {turn.stack: first.get(turn.stack, 0) for turn in turns}
+    often = Counter(turn.stack for turn in turns)
+    for f, rows in {id(turn.f): (turn.f, xs[turn.stack]) for turn in turns}.values():
+        _check_scan(f, init, rows)
     # scattered gradients are known by the identity of whole stacks: look before these are cut
-    made = [by_row(f, xs) for _, f in turns]
-    leaves, structure = tree.flatten(made[0][1])
-    parts = zip(*(leaf.split([count for count, _ in turns]) for leaf in leaves), strict=True)
-    carry, found = init, []
-    for (f, _), part in zip(made, parts, strict=True):
-        carry, ys = _scan(f, carry, tree.unflatten(structure, list(part)), None, first)
-        first += part[0].shape[0]
-        found.append(ys)
-    return carry, tree.map(lambda *rows: torch.cat(rows), *found)
+    made = {id(turn.f): by_row(turn.f, xs[turn.stack]) for turn in turns}
+    whole = {turn.stack: made[id(turn.f)][1] for turn in turns}
+    turns = [turn._replace(f=made[id(turn.f)][0]) for turn in turns]
+    recorder = active()
+    traced = not (recorder is None or _is_unrolled() or replacing_functions() or Relay())
+    rounds = _find_rounds(turns) if traced else [([turn], 1) for turn in turns]
+    parts = {}
+    for name, rows in whole.items():
+        counts = [sum(n for of, n, _ in each if of == name) * times for each, times in rounds]
+        parts[name] = iter([rows] if often[name] == 1 else _split(rows, filter(None, counts)))
+    carry, found = init, {name: [] for name in whole}
+    for each, times in rounds:
+        given = {name: next(parts[name]) for name in dict.fromkeys(turn.stack for turn in each)}
+        if times > 1:
+            assert recorder is not None
+            carry, ys = _trace_rounds(recorder, each, carry, given, times)
+        else:
+            ((name, count, f),) = each
+            with watched_scope(name):
+                carry, rows = _scan(f, carry, given[name], None, at[name])
+            at[name], ys = at[name] + count, {name: rows}
+        for name, rows in ys.items():
+            found[name].append(rows)
+    return carry, {name: _join(rows) for name, rows in found.items()}
+
+
+def _find_rounds(turns: Sequence[ScanTurn]) -> list[tuple[Sequence[ScanTurn], int]]:
+    """The turns as rounds that are repeated so often; what is not repeated is a turn and once."""
+    rounds, start = [], 0
+    while start < len(turns):
+        best, times = 1, 1
+        for size in range(2, (len(turns) - start) // 2 + 1):
+            one, count = turns[start : start + size], 1
+            while turns[start + count * size : start + (count + 1) * size] == one:
+                count += 1
+            if count > 1 and count * size > best * times:
+                best, times = size, count
+        rounds.append((turns[start : start + best], times))
+        start += best * times
+    return rounds
+
+
+def _split(rows: tree.Tree, counts: Iterable[int]) -> list[tree.Tree]:
+    leaves, structure = tree.flatten(rows)
+    sizes = list(counts)
+    columns = [leaf.split(sizes) for leaf in leaves]
+    return [tree.unflatten(structure, list(part)) for part in zip(*columns, strict=True)]
+
+
+def _join(rows: Sequence[tree.Tree]) -> tree.Tree:
+    return rows[0] if len(rows) == 1 else tree.map(lambda *each: torch.cat(each), *rows)
+
+
+def _trace_rounds(
+    recorder: Recorder,
+    turns: Sequence[ScanTurn],
+    init: tree.Tree,
+    xs: Mapping[str, tree.Tree],
+    times: int,
+) -> tuple[tree.Tree, dict[str, tree.Tree]]:
+    """`trace_scan` of the turns of one round, `times` times."""
+
+    def one_round(carry: tree.Tree, x: dict) -> tuple[tree.Tree, dict]:
+        at, found = dict.fromkeys(x, 0), {name: [] for name in x}
+        for name, count, f in turns:
+            rows = slice(at[name], at[name] + count)
+            here = tree.map(lambda leaf, rows=rows: leaf[rows], x[name])
+            carry, ys = _run_steps(f, carry, here, range(count), False)
+            found[name].append(ys)
+            at[name] += count
+        return carry, {name: _join(rows) for name, rows in found.items()}
+
+    rounds = {
+        name: tree.map(lambda leaf: leaf.unflatten(0, (times, -1)), rows)
+        for name, rows in xs.items()
+    }
+    carry, ys = trace_scan(recorder, one_round, init, rounds, times, "rounds")
+    return carry, {name: tree.map(lambda y: y.flatten(0, 1), rows) for name, rows in ys.items()}
 
 
 def _scan(

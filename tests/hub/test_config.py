@@ -527,8 +527,6 @@ def test_models_that_a_family_does_not_have():
             {"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False},
             "got True, False and 2; wanted parallel layers in the new architecture",
         ),
-        ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm: got True; wanted False"),
-        ({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm: got True; wanted False"),
         (
             {"model_type": "cohere2", "layer_types": ["full_attention"] * 40},
             "sliding_window and layer_types: got 4096, and layers of other kinds",

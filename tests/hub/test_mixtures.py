@@ -249,8 +249,6 @@ def refusal(name: str, **changes) -> str:
         ("mixtral", {"num_local_experts": "8"}, "num_local_experts: got '8'; wanted a whole number"),
         ("mixtral", {"num_experts_per_tok": 7}, "top_k: got 7; wanted at most num_experts=6"),
         ("qwen3-moe", {"norm_topk_prob": 1}, "norm_topk_prob: got 1; wanted true or false"),
-        ("qwen3-moe", {"decoder_sparse_step": 2}, "got 2 and []: dense layers 0, 2; wanted the first"),
-        ("qwen3-moe", {"mlp_only_layers": [1]}, "got 1 and [1]: dense layers 1; wanted the first ones"),
         ("qwen3-moe", {"decoder_sparse_step": 0}, "got 0 and []; wanted a whole number and a list"),
         ("deepseek-v3", {"attention_bias": True}, "attention_bias: got True; wanted False"),
         ("deepseek-v3", {"n_shared_experts": None}, "n_shared_experts: got None; wanted at least 1"),
@@ -280,6 +278,28 @@ def test_dense_layers_of_qwen():
     assert (written["mlp_only_layers"], written["decoder_sparse_step"]) == ([0, 1], 1)
     # of three layers only the last has experts: the first two are dense after all
     assert parse({**kind, **settings, "decoder_sparse_step": 3}).dense_layers == 2
+    alternating = parse({**kind, **settings, "num_hidden_layers": 8, "decoder_sparse_step": 2})
+    assert (alternating.dense_layers, alternating.dense_at) == (1, (2, 4, 6))
+    written = hub.write_config(alternating, DECODERS["qwen3_moe"])
+    assert (written["mlp_only_layers"], written["decoder_sparse_step"]) == ([0, 2, 4, 6], 1)
+
+
+def test_dense_layers_of_ernie():
+    kind, (_, settings) = {"model_type": "ernie4_5_moe"}, tiny.MIXTURES["ernie-moe"]
+    names = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+    for places, sparse in {
+        (3, 8, 3): [5, 8],
+        (0, -1, 2): [1, 3, 5, 7, 9],
+        (4, 6, 1): [4, 5, 6],
+    }.items():
+        own = dict(zip(names, places, strict=True))
+        config = parse({**kind, **settings, "num_hidden_layers": 10, **own})
+        assert [*config.stacks["blocks"]] == sparse
+        written = hub.write_config(config, DECODERS["ernie4_5_moe"])
+        assert parse(written).stacks == config.stacks
+    odd = replace(config, dense_layers=0, dense_at=(1, 5))
+    (problem,) = config_problems(odd, DECODERS["ernie4_5_moe"])
+    assert (problem.path, problem.got) == ("dense_at", "(1, 5)")
 
 
 @pytest.mark.parametrize(

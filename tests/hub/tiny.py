@@ -190,6 +190,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **TOKENS,
             "use_parallel_residual": True,
             "use_qkv_bias": True,
+            "qk_layernorm": True,
             "rope_parameters": PARTIAL,
         },
     ),
@@ -208,6 +209,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi": ("Phi", {**LLAMA, **TOKENS}),
     "cohere": ("Cohere", {**LLAMA, **TOKENS, "logit_scale": 0.5}),
+    "cohere-norms": ("Cohere", {**LLAMA, **TOKENS, "use_qk_norm": True, "logit_scale": 0.5}),
+    "phi-norms": ("Phi", {**LLAMA, **TOKENS, "qk_layernorm": True}),
     "cohere2": (
         "Cohere2",
         {**LLAMA, **TOKENS, "sliding_window": 4, "logit_scale": 0.5, "layer_types": [
@@ -288,7 +291,7 @@ MIXTURES |= {
         {
             **LLAMA, **TOKENS, "num_experts": 6, "num_experts_per_tok": 2,
             "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24,
-            "mlp_only_layers": [0],
+            "mlp_only_layers": [1],
         },
     ),
     "olmoe": ("Olmoe", {**LLAMA, **TOKENS, "num_experts": 6, "num_experts_per_tok": 2}),
@@ -306,6 +309,13 @@ MIXTURES |= {
         {
             **LLAMA, **TOKENS, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20,
             "moe_num_shared_experts": 2,
+        },
+    ),
+    "ernie-moe-interval": (
+        "Ernie4_5_Moe",
+        {
+            **LLAMA, **TOKENS, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20,
+            "moe_num_shared_experts": 0, "moe_layer_interval": 2,
         },
     ),
     "minimax-m2": (

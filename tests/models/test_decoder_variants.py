@@ -49,7 +49,7 @@ MODELS = {
     ),
     "neox": replace(
         BASE, num_kv_heads=4, norm="layer", parallel_residual=True, gated=False, qkv_bias=True,
-        out_bias=True, rope_fraction=0.5,
+        out_bias=True, rope_fraction=0.5, qk_norm=True, qk_norm_kind="layer",
     ),
     "granite": replace(
         BASE, num_kv_heads=4, parallel_residual=True, sublayer_norms="shared", mlp_bias=True,
@@ -59,7 +59,7 @@ MODELS = {
     "cohere2": replace(
         BASE, num_kv_heads=4, norm="scaled_layer", zero_centered_norm=True, parallel_residual=True,
         sublayer_norms="shared", window=5, global_every=3, nope_every=3, tied=True,
-        unembed_bias=True,
+        unembed_bias=True, qk_norm=True, qk_norm_kind="head_layer",
     ),
     "apertus": replace(
         BASE, num_kv_heads=4, norm="scaled_layer", activation="xielu", gated=False, qk_norm=True,
@@ -202,6 +202,7 @@ def test_a_bias_on_logits_that_are_made_in_chunks(mesh):
             "factors: got 2 of them; wanted none",
         ),
         ({"qk_norm_last": True}, "qk_norm_last: got True without qk_norm"),
+        ({"qk_norm_kind": "layer"}, "qk_norm_kind: got 'layer' with qk_norm=False"),
         ({"activation": "xielu"}, "activation: got 'xielu' with a gate or experts"),
         ({"temperature": -1.0}, "temperature: got -1.0; wanted at least 0"),
         ({"temperature": 0.1, "temperature_seq": 0}, "temperature_seq: got 0; wanted at least 1"),

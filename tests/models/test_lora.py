@@ -680,3 +680,21 @@ def test_frozen_parameters_cannot_be_spread_over_a_pipeline():
     config = configure(RUN, mesh="pp=2", microbatches=2, vocab_over_pp=True)
     with pytest.raises(ValueError, match="spread over the pipeline"):
         _ = make_setup(config, Mesh(pp=2)).step
+
+
+def test_adapted_models_generate_as_merged_ones():
+    """On one rank without options; on several these say how adapters are split."""
+    config, settings = gpt.GPTConfig(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16), LoRA(2)
+    defs = lora.lora_defs(gpt.defs(config), settings)
+    params = tree.map(lambda x: torch.randn_like(x), ft.init_params(random.key(0), defs))
+    prompt, mesh = torch.tensor([[1, 2, 3]]), Mesh(tp=2)
+    want = ft.generate(lora.merge(params), config, prompt, 4, temperature=0)
+    assert torch.equal(ft.generate(params, config, prompt, 4, temperature=0), want)
+    with pytest.raises(
+        ValueError, match=r"params: got low-rank adapters .* on 2 ranks; wanted their"
+    ):
+        ft.generate(params, config, prompt, 4, temperature=0, mesh=mesh)
+    specs = ft.param_specs(defs, gpt.rules(config, mesh))
+    options = ft.ModelOptions(gather=ft.Gather(specs))
+    found = ft.generate(params, config, prompt, 4, temperature=0, mesh=mesh, options=options)
+    assert torch.equal(found, want)

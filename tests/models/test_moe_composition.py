@@ -77,6 +77,7 @@ MODELS = {
             renormalise=True,
         ),
     ),
+    "alternating": replace(MIXTRAL, num_layers=5, dense_layers=1, dense_at=(2, 4), dropout=0.1),
     "fused": replace(CAPACITY, fused_projections=True),
     "quantile": replace(
         MIXTRAL, moe=replace(MIXTRAL.moe, balance_bias=True, balance_by="quantile")

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import functron as ft
 from functron import P
 from functron.partitioning import search
+from functron.transforms.custom_vjp import custom_vjp
 
 pytest.importorskip("scipy")
 
@@ -110,6 +111,19 @@ def test_no_other_specs_that_fit_send_less(axis, spec, part):
     assert sends[chosen] == min(sends.values()) < math.inf
     loss_too = 0 if axis == "tp" else 2 * 1.5 * 4  # which the difference of two depths lacks
     assert found.cost == pytest.approx(sends[chosen] + loss_too)
+
+
+def test_functions_with_a_backward_of_their_own_count_as_their_forward():
+    """As BLOOM's activation: the specs and what they cost are those without the rule."""
+    w = {"up": torch.empty(16, 64, device="meta"), "down": torch.empty(64, 16, device="meta")}
+    x = torch.empty(16, 8, 16, device="meta")
+    relu = custom_vjp(torch.relu, lambda x: (torch.relu(x), x), lambda x, dy: (dy * (x > 0),))
+    found = [
+        search(lambda w, x, f=f: (x + f(x @ w["up"]) @ w["down"]).square().mean(), ft.Mesh(tp=4),
+               (P(), P()), w, x, axes=("tp",), memory_bytes=int(0.6 * held(w)))
+        for f in (torch.relu, relu)
+    ]  # fmt: skip
+    assert found[0] == found[1]
 
 
 def test_mistakes_are_told():

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import functron as ft
 from functron import lax
 from functron.transforms.custom_vjp import custom_vjp
+from functron.transforms.scan import ScanTurn, scan_in_turn
 from tests.transforms.lives import LIVES
 
 
@@ -168,3 +169,36 @@ def test_what_a_layer_read_is_freed_after_its_backward(layer):
 
     ft.grad(loss)(torch.randn(5, 8, 8), torch.randn(4, 8))
     assert num_left == [4, 3, 2, 1, 0]
+
+
+def test_stacks_take_turns():
+    """Turns that come again are one scan of a program, and what comes once stays as it is."""
+    xs = {name: torch.randn(n, 3, dtype=torch.float64) for name, n in (("a", 5), ("b", 2))}
+    start = torch.ones(3, dtype=torch.float64)
+
+    def grow(carry, x):
+        return torch.tanh(carry + x), carry * x
+
+    def mix(carry, x):
+        return carry * x.exp(), None
+
+    turns = [ScanTurn("a", 2, grow), ScanTurn("b", 1, mix)] * 2 + [ScanTurn("a", 1, grow)]
+
+    def in_turn(xs):
+        carry, ys = scan_in_turn(turns, start, xs)
+        return carry.sum() + ys["a"].square().sum(), (carry, ys["a"])
+
+    def loop(xs):
+        carry, ys = start, []
+        for at in ("a0", "a1", "b0", "a2", "a3", "b1", "a4"):
+            carry, y = (grow if at[0] == "a" else mix)(carry, xs[at[0]][int(at[1])])
+            ys += [] if y is None else [y]
+        ys = torch.stack(ys)
+        return carry.sum() + ys.square().sum(), (carry, ys)
+
+    want = ft.value_and_grad(loop, has_aux=True)(xs)
+    traced = ft.jit(ft.value_and_grad(in_turn, has_aux=True), backend="eager")
+    for got in (ft.value_and_grad(in_turn, has_aux=True)(xs), traced(xs)):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    program = ft.trace(in_turn)(xs)
+    assert len([e for e in program.block.equations if e.name.startswith("scan")]) == 2

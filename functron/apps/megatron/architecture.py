@@ -464,7 +464,7 @@ def _read_experts(reading: Reading, own: Mapping[str, Any]) -> dict[str, Any]:
     fields["router_dtype"] = "float64" if dtype == "fp64" else "float32"
     fields |= _read_groups(reading, topk) | _read_balance(reading) | _read_capacity(reading)
     reading.explain("not needed", "memory alone: --remat full", "moe_layer_recompute")
-    return {"moe": MoEConfig(**fields), "dense_layers": _read_dense_layers(reading, own)}
+    return {"moe": MoEConfig(**fields), **_read_dense_layers(reading, own)}
 
 
 def _read_groups(reading: Reading, topk: int) -> dict[str, Any]:
@@ -541,18 +541,18 @@ def _read_capacity(reading: Reading) -> dict[str, Any]:
     return {"capacity_factor": factor, "capacity_over": over, "drop": drop}
 
 
-def _read_dense_layers(reading: Reading, own: Mapping[str, Any]) -> int:
-    """The number of leading layers without experts."""
+def _read_dense_layers(reading: Reading, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers have no experts: how many leading ones, and the numbers of further ones."""
     layers = own["num_layers"]
     values = parse_pattern(str(reading.take("moe_layer_freq", "gpt.dense_layers")))
     if isinstance(values, int):
         values = [int(i % max(values, 1) == 0) for i in range(layers)]
-    first = 0 if values is None else values.index(1) if 1 in values else len(values)
-    if values is None or len(values) != layers or any(value != 1 for value in values[first:]):
-        wanted = f"{layers} layers, of which only the first ones have no experts"
-        reading.refuse("moe_layer_freq", wanted, "such as ([0]*3+[1]*58)")
-        return 0
-    return first
+    if values is None or len(values) != layers or {*values} - {0, 1}:
+        reading.refuse("moe_layer_freq", f"0 or 1 for each of {layers} layers", "([0]*3+[1]*58)")
+        return {}
+    first = values.index(1) if 1 in values else layers
+    others = tuple(layer for layer in range(first, layers) if not values[layer])
+    return {"dense_layers": first} | ({"dense_at": others} if others else {})
 
 
 # --- the other families

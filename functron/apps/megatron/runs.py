@@ -657,8 +657,8 @@ def write_architecture(config: GPTConfig, *, seq: int = 0) -> dict[str, Any]:
         made |= {
             "moe_router_num_groups": moe.num_groups if grouped else None,
             "moe_router_group_topk": moe.top_groups if grouped else None,
-            "moe_layer_freq": [0] * c.dense_layers + [1] * (c.num_layers - c.dense_layers)
-            if c.dense_layers else 1,
+            "moe_layer_freq": [int(i not in c.stacks["dense"]) for i in range(c.num_layers)]
+            if "dense" in c.stacks else 1,
             "moe_router_load_balancing_type": kinds[moe.aux] if moe.aux_loss
             else "quantile_balancing" if moe.balance_by == "quantile" else "none",
             "moe_router_quantile_balancing_ema": moe.balance_decay,

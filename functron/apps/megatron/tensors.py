@@ -456,7 +456,7 @@ def save_tensors(folder: Path, saving: SavedTensors) -> None:
     """
     config = saving.config
     found = _make_layouts(config)
-    stacked = not config.dense_layers
+    stacked = "dense" not in config.stacks
     with (folder / _SHARD).open("wb") as stream:
         writer = _ShardFile(stream)
         _write_tree(writer, "", config, found, saving.params, stacked)

@@ -719,7 +719,7 @@ def trace_pieces(
         name: (trace(pipeline.Part(range(1)), one), same)
         for name, (one, same) in _list_layer_kinds(config).items()
     }
-    bare = replace(config, num_layers=1, dense_layers=0)
+    bare = replace(config, num_layers=1, dense_layers=0, dense_at=())
     embed = trace(pipeline.Part(range(0), embed=True), bare)
     head = trace(pipeline.Part(range(0), loss=True), bare)
     return TracedPieces(config, options, whole, rows, seq, layers, embed, head, gather, split)
@@ -800,8 +800,8 @@ def _list_layer_kinds(config: GPTConfig) -> dict[str, tuple[GPTConfig, tuple[int
             several = len({config.windows[i] for i in layers}) > 1
             name = f"{stack}, window {window}" if several else stack
             one = replace(
-                config, num_layers=1, dense_layers=int(stack == "dense"), window=window,
-                global_every=0, nope_every=0,
+                config, num_layers=1, dense_layers=int(stack == "dense"), dense_at=(),
+                window=window, global_every=0, nope_every=0,
                 local_rope_theta=config.local_rope_theta if window else 0.0,
             )  # fmt: skip
             found[name] = (one, same)

@@ -112,7 +112,8 @@ def _shrink_model(config: TrainConfig, pp: int) -> GPTConfig:
     """The architecture of the same kinds of layers, with four heads of eight dims."""
     model, moe = config.gpt, config.gpt.moe
     stages = pp * min(count_chunks(config), 2)
-    dense = min(model.dense_layers, 1)
+    dense, alternate = min(model.dense_layers, 1), bool(model.dense_at)
+    num_layers = max(stages, 1 + dense + alternate)
     latent = {"kv_rank": 8, "rope_head_dim": 8, "v_head_dim": 8, "q_rank": 16 * bool(model.q_rank)}
     if moe is not None:
         groups = min(moe.num_groups, 2)
@@ -122,8 +123,9 @@ def _shrink_model(config: TrainConfig, pp: int) -> GPTConfig:
         )  # fmt: skip
     return replace(
         model,
-        num_layers=max(stages, 1 + dense),
+        num_layers=num_layers,
         dense_layers=dense,
+        dense_at=tuple(range(1 + dense, num_layers, 2)) if alternate else (),
         embed_dim=32,
         num_heads=4,
         num_kv_heads=2 if model.kv_heads < model.num_heads else 0,

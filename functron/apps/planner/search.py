@@ -803,8 +803,8 @@ def count_state_bytes(config: TrainConfig) -> StateBytes:
     The latter are counted in the abstract state for a model of one or two layers.
     """
     model, own = config.gpt, config.gpt.torch_dtype.itemsize
-    dense = min(1, model.dense_layers)
-    small = replace(model, num_layers=1 + dense, dense_layers=dense)
+    dense = int("dense" in model.stacks)
+    small = replace(model, num_layers=1 + dense, dense_layers=dense, dense_at=())
     alone = {"mesh": "", "zero": 0, "gather": "use", "schedule": "1f1b"}
     alone |= {"chunks": 0, "layout": ""}
     one = configure(config, gpt=small, optimizer__offload=False, **alone)

@@ -160,7 +160,7 @@ def test_packed_documents_have_the_losses_that_they_have_alone(tmp_path, kind, p
     check_packing(config, dp=2, tp=2)
 
 
-UNPACKED = ("bamba", "falcon_h1", "minimax", "openai-gpt")
+UNPACKED = ("bamba", "bloom", "falcon_h1", "minimax", "openai-gpt")
 """States of recurrences go on through a sample; or masks are of padding alone."""
 
 

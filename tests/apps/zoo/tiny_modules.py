@@ -186,12 +186,12 @@ def largest_error(got: dict, wanted: dict) -> float:
 
 
 FAMILIES = (
-    "apertus", "arcee", "bamba", "biogpt", "bitnet", "codegen", "cohere", "cohere2",
+    "apertus", "arcee", "bamba", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2",
     "cohere2_moe", "ctrl", "cwm", "diffllama", "doge", "dots1", "ernie4_5", "exaone4",
     "exaone_moe", "falcon", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm",
     "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_neox_japanese", "gpt_oss",
     "gptj", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense",
-    "hunyuan_v1_moe", "llama", "minimax", "minimax_m2", "ministral", "mistral", "mixtral",
+    "hunyuan_v1_moe", "llama", "llama4_text", "minimax", "minimax_m2", "ministral", "mistral", "mixtral",
     "modernbert-decoder", "mpt", "nanochat", "olmo", "olmo2", "olmo3", "olmoe", "openai-gpt",
     "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "seed_oss",
     "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
@@ -199,9 +199,7 @@ FAMILIES = (
 """Model types whose losses and gradients are those of the module on every mesh."""
 
 REFUSED = {
-    "bloom": "torch.autograd.Function",
     "dbrx": "asks for the number in a tensor|asks for the number",
-    "llama4_text": "polar",
     "jetmoe": "asks for the number in a tensor",
 }
 """Model types that are not, with what their errors say."""
