@@ -35,11 +35,13 @@ PLUGINS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "llava": "functron.apps.zoo.llava:make_family",
             "module": "functron.apps.zoo.modules:make_family",
             "classifier": "functron.apps.zoo.heads:make_family",
+            "embedder": "functron.apps.zoo.embedders:make_family",
         },
         "functron.formats": {
             "megatron": "functron.apps.megatron.runs:make_format",
             "hf-module": "functron.apps.zoo.module_files:make_format",
             "hf-classifier": "functron.apps.zoo.module_files:make_classifier_format",
+            "hf-embedder": "functron.apps.zoo.module_files:make_embedder_format",
         },
         "functron.hub_formats": {"zoo": "functron.apps.zoo.formats:list_formats"},
         "functron.logs": {"megatron": "functron.apps.megatron.launches:make_log_reader"},

@@ -190,13 +190,16 @@ def _run_tasks(options: EvaluateOptions, arguments: Sequence[str], here: Process
 
 
 def _configure(options: EvaluateOptions, mesh: Mesh) -> TrainConfig:
-    """The run's configuration on this mesh and with these sets; global_batch is the run's per rank.
+    """The run's configuration on this mesh and with these sets; global_batch is the run's per rank,
+    or the run's where samples of a batch are compared.
 
     Other settings of parallelism have their defaults: those of the run may not fit this mesh.
     """
     config = load(options.run / run_folder.CONFIG, known_only=True)
     ranks = config.parallelism
-    rows = config.data.global_batch // _count_parts(Mesh.parse(ranks.mesh), ranks.microbatches)
+    rows = config.data.global_batch
+    if not data.objective_of(config).compares_rows(config):
+        rows //= _count_parts(Mesh.parse(ranks.mesh), ranks.microbatches)
     uneven = options.uneven or ranks.uneven
     own = ParallelismConfig(options.mesh, ranks.nproc, microbatches=mesh["pp"], uneven=uneven)
     return configure(
@@ -238,9 +241,15 @@ def _make_sets(
     share = _count_parts(mesh, config.parallelism.microbatches)
     if not _uses_windows(config):
         config = configure(config, seq=options.seq or config.data.seq)
-        config = configure(config, global_batch=options.batch or config.data.global_batch * share)
+        joined = data.objective_of(config).compares_rows(config)
+        usual = config.data.global_batch * (1 if joined else share)
+        config = configure(config, global_batch=options.batch or usual)
         note = f"in samples of {config.data.seq} tokens; incomplete last ones are left out"
-        return config, open_sets(config), [] if config.family.measures else [note]
+        return (
+            config,
+            open_sets(config),
+            [] if config.family.measures(config.architecture) else [note],
+        )
     texts = open_texts(config)
     longest = max(int(one.lengths.max(initial=0)) for one in texts.values())
     first = not isinstance(mesh, BoundMesh) or mesh.rank == 0

@@ -137,7 +137,7 @@ _TEXTS = (
 """Options whose values are any text, in which paths are not opened."""
 _PLACED = (
     "--config", "--data", "--eval-data", "--hardware", "--memory-folder", "--order-cache", "--out",
-    "--picture", "--schedule", "--slots", "--svg", "--timeline", "--tokenizer",
+    "--picture", "--refit", "--schedule", "--slots", "--svg", "--timeline", "--tokenizer",
 )  # fmt: skip
 """Options whose values are paths; a word after any other option may be an argument."""
 _SEVERAL = ("--env", "--with")

@@ -262,7 +262,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-_TRIAL = "import sys; from functron.cli.plan import run_trial; sys.exit(run_trial(*sys.argv[1:]))"
+_TRIAL = f"import sys; from {__name__} import run_trial; sys.exit(run_trial(*sys.argv[1:]))"
 """Python code of each process of a candidate that is tried."""
 
 

@@ -323,7 +323,8 @@ def _write_interval(config: GPTConfig) -> dict:
     sparse = [layer for layer in range(count) if layer not in dense]
     start, last = (sparse[0], sparse[-1]) if sparse else (count, count - 1)
     step = sparse[1] - start if config.dense_at and len(sparse) > 1 else 1
-    found = dict(zip(_INTERVAL, (start, -1 if last + step >= count else last, step), strict=True))
+    last = -1 if last + step >= count else last
+    found: dict[str, Any] = dict(zip(_INTERVAL, (start, last, step), strict=True))
     if _read_interval(found, {"num_layers": count}) != _split_dense(dense, count):
         wanted = "experts in every n-th layer, counted from 1, between a first and a last one"
         raise EntryError(Problem("dense_at", str(config.dense_at), f"{wanted}, in this family"))

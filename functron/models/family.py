@@ -50,6 +50,8 @@ class Objective:
         count_targets: ``(config)`` to how many targets a sample has; None: one for each token.
         find_problems: ``(config, mesh)`` to the problems of its settings, without reading a file;
             the mesh is None where it cannot be read.
+        compares_rows: ``(config)`` to whether the loss of a sample depends on the others of its
+            batch: it is then not cut into microbatches, and evaluation keeps the run's batch.
         prompt: a prompt to try the model with, where words of its data take the place of ``{}``;
             None: it answers none.
         open_prompts: ``(config, tokenizer)`` to what has ``encode(text, tokenizer)``,
@@ -60,6 +62,7 @@ class Objective:
     settings: tuple[str, ...] = ()
     count_targets: Callable[[Any], int] | None = None
     find_problems: Callable[..., Iterable[Problem]] = lambda config, mesh: ()
+    compares_rows: Callable[[Any], bool] = lambda config: False
     prompt: str | None = "{}"
     open_prompts: Callable[..., Any] | None = None
 
@@ -132,8 +135,10 @@ class Family:
             stack's name, where they are not counted from 0.
         without_extras: ``(config)`` to the same model whose loss has no terms that are for training
             only, such as those of routers.
-        measures: ``(config, params, batch, options)`` to other sums over targets than that of the
-            losses, by name, whose means evaluation gives, such as accuracy.
+        measures: ``(config)`` to functions ``(config, params, batch, options)`` by name: to other
+            sums over targets than that of the losses, whose means evaluation gives, such as
+            accuracy; or to pairs ``[rows, 2]`` of what is found and what is wanted, NaN in rows
+            without a target, whose rank correlation (Spearman's) it gives.
         schemes: by the word before a colon, what makes a config of a model's whole name, such as
             ``hf-module:PATH``; beside presets.
         stages: the functions of the stages of pipelines; None: it has none.
@@ -162,7 +167,7 @@ class Family:
     canonical: Callable[[Any], Config] = lambda config: config
     numbers: Callable[[Any], Mapping[str, Sequence[int]]] = lambda config: {}
     without_extras: Callable[[Any], Config] = lambda config: config
-    measures: Mapping[str, Callable] = field(default_factory=dict)
+    measures: Callable[[Any], Mapping[str, Callable]] = lambda config: {}
     schemes: Mapping[str, Callable[[str], Config]] = field(default_factory=dict)
     iterate_logits: Callable[..., Any] | None = None
     respond: Callable[..., Tensor] | None = None

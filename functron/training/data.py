@@ -83,6 +83,10 @@ def objective_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Probl
     if config.data.fim_rate and not objective.predicts_next:
         got, fix = f"{config.data.fim_rate} with {family.title}", "leave it out"
         yield Problem("fim_rate", got, "a model that predicts the next token", fix)
+    if config.parallelism.microbatches > 1 and objective.compares_rows(config):
+        wanted = "1: each would compare its own samples alone, not all of a batch"
+        got, fix = str(config.parallelism.microbatches), "leave it out, and add --mesh dp=N"
+        yield Problem("microbatches", got, wanted, fix)
     yield from objective.find_problems(config, mesh)
 
 

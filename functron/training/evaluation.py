@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from functron.compiler.jit import jit
@@ -293,7 +294,8 @@ def loss_program(setup: RunSetup) -> Callable:
 
 
 def measure_programs(setup: RunSetup) -> dict[str, Callable]:
-    """By name the functions ``(params, batch) -> sum`` of the family's measures, as `loss_program`.
+    """By name the functions of the family's measures, as `loss_program`: ``(params, batch)`` to a
+    sum, or to pairs.
 
     They are not compiled; a model in stages has none.
     """
@@ -310,7 +312,7 @@ def measure_programs(setup: RunSetup) -> dict[str, Callable]:
         mapped = shard_map(summed, setup.mesh, (specs, setup.batch_specs), P())
         return torch.no_grad()(mapped)
 
-    return {name: make(measure) for name, measure in setup.family.measures.items()}
+    return {name: make(measure) for name, measure in setup.family.measures(setup.model).items()}
 
 
 def _find_room(setup: RunSetup) -> float | None:
@@ -419,25 +421,50 @@ def evaluate(
 
     Returns:
         By name of the set ``loss`` in nats per target, ``perplexity``, its exponential, ``tokens``,
-        the number of targets, and the mean of each measure.
+        the number of targets, and the mean of each measure, or the rank correlation of its pairs.
     """
     found = {}
     for held_out in sets:
         total = count = 0.0
-        sums = dict.fromkeys(measures, 0.0)
+        sums, pairs = dict.fromkeys(measures, 0.0), {}
         for index in range(held_out.num_batches):
             given = batch(held_out, index)
             summed, targets = program(params, given)
             total, count = total + summed.double(), count + targets
             for name, measure in measures.items():
-                sums[name] += float(measure(params, given))
+                value = measure(params, given)
+                if value.dim():
+                    pairs.setdefault(name, []).append(value.double().cpu().numpy())
+                else:
+                    sums[name] += float(value)
         total, count = float(total), int(count)
         loss = total / count  # of at least one: a set without any was refused as it was opened
         # e^709 is the largest that a float64 holds
         perplexity = math.exp(loss) if not loss > 709 else math.inf
         found[held_out.name] = {"loss": loss, "perplexity": perplexity, "tokens": count}
         found[held_out.name] |= {name: x / count for name, x in sums.items()}
+        found[held_out.name] |= {
+            name: rank_correlation(*np.concatenate(x).T) for name, x in pairs.items()
+        }
     return found
+
+
+def rank_correlation(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Spearman's rank correlation of two float64 ``[n]``, in which equal values share a mean rank.
+
+    Entries in which either is NaN are left out. Where all of one are equal it is NaN.
+    """
+    kept = ~(np.isnan(found) | np.isnan(wanted))
+
+    def rank(values: np.ndarray) -> np.ndarray:
+        _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ends = np.cumsum(counts)
+        ranks = (ends - (counts - 1) / 2)[places]
+        return ranks - ranks.mean()
+
+    one, other = rank(found[kept]), rank(wanted[kept])
+    scale = math.sqrt(float((one**2).sum() * (other**2).sum()))
+    return float((one * other).sum()) / scale if scale else math.nan
 
 
 class EvaluationHook(LoopHook):

@@ -492,7 +492,7 @@ def test_help_has_the_options_of_a_model(capsys):
 
 @GUARD
 def test_there_are_as_many_options_as_before_there_were_sections_and_three():
-    assert len({option.name for option in parsing.options_of(TrainConfig())}) == 233
+    assert len({option.name for option in parsing.options_of(TrainConfig())}) == 235
 
 
 def test_options_have_the_names_of_their_settings_and_their_paths(tmp_path):

@@ -105,7 +105,7 @@ def test_a_run_becomes_a_hugging_face_model_and_a_run_that_trains(trained, tmp_p
 def test_what_cannot_be_converted(trained, tmp_path, capsys):
     assert main(["convert", str(trained), f"hf:{tmp_path / 'x'}"]) == 2
     assert (
-        "wanted hf:PATH, megatron:PATH, hf-module:PATH, hf-classifier:PATH or"
+        "wanted hf:PATH, megatron:PATH, hf-module:PATH, hf-classifier:PATH, hf-embedder:PATH or"
         in capsys.readouterr().err
     )
 
@@ -169,7 +169,7 @@ def test_conditions_of_options_are_of_options_that_exist(command, monkeypatch):
 
 OF_SHAPES = {
     "model", "gpt", "mamba", "bert", "t5", "module", "mesh", "expert_axes", "uneven", "zero", "lora_rank",
-    "lora_targets", "lora_base", "lora_dora", "classifier", "precision", "products",
+    "lora_targets", "lora_base", "lora_dora", "classifier", "embedder", "precision", "products",
 }  # fmt: skip
 OF_STEPS = {
     *OF_SHAPES, "sequence_parallel", "context", "zigzag", "steps", "seq", "global_batch",

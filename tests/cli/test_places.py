@@ -52,6 +52,7 @@ COMMANDS = [
     pytest.param("plan --out s3://b/plan.toml", marks=PLANNER),
     pytest.param("plan hf:s3://b/m", marks=PLANNER),
     pytest.param("plan --picture s3://b/p.svg", marks=PLANNER),
+    pytest.param("plan --try 1 --refit s3://b/m.toml", marks=PLANNER),
     pytest.param("plan --timeline s3://b/p.json", marks=PLANNER),
     "trace s3://b/run",
     "params s3://b/run",

@@ -298,8 +298,8 @@ MEGATRON = pytest.mark.applications("megatron")
     ("source", "target", "reason"),
     [
         pytest.param("hf:{0}", "hf:x", "from and to: got hf: and hf:; wanted one run: and one hf: or megatron:", marks=MEGATRON),
-        pytest.param("{0}", "run:x", r"from: got '.*'; wanted hf:PATH, megatron:PATH, hf-module:PATH, hf-classifier:PATH or run:PATH; fix: hf:", marks=MEGATRON),
-        pytest.param("hf:{0}", "runs:x", "to: got 'runs:x'; wanted hf:PATH, megatron:PATH, hf-module:PATH, hf-classifier:PATH or run:PATH; fix: did you mean 'run'", marks=MEGATRON),
+        pytest.param("{0}", "run:x", r"from: got '.*'; wanted hf:PATH, megatron:PATH, hf-module:PATH, hf-classifier:PATH, hf-embedder:PATH or run:PATH; fix: hf:", marks=MEGATRON),
+        pytest.param("hf:{0}", "runs:x", "to: got 'runs:x'; wanted hf:PATH, megatron:PATH, hf-module:PATH, hf-classifier:PATH, hf-embedder:PATH or run:PATH; fix: did you mean 'run'", marks=MEGATRON),
         ("hf:", "run:x", "from: got 'hf:'"),
         ("hf:{0}", "run:{0}", "got an existing path; wanted a new one"),
         ("hf:{0}/none", "run:x", r"config\.json: got No such file"),

@@ -210,6 +210,54 @@ CALLS: Mapping[str, list[Call]] = {
         lambda x, y: F.avg_pool2d(x, (2, 3), 2, 1, True, False),
         lambda x, y: F.avg_pool2d(x[None], 2, divisor_override=3),
     ],
+    "max_pool3d_with_indices": [
+        lambda x, y: F.max_pool3d(x[:, None, None], (1, 3, 2), (1, 2, 1), (0, 1, 0), 1, True),
+    ],
+    "avg_pool3d": [
+        lambda x, y: F.avg_pool3d(x[:, None], (1, 2, 3), 2, (0, 1, 1), True, False),
+        lambda x, y: F.avg_pool3d(x[:, None], (1, 2, 2), divisor_override=3),
+    ],
+    "upsample_nearest1d": [lambda x, y: F.interpolate(x, scale_factor=1.5)],
+    "upsample_nearest3d": [lambda x, y: F.interpolate(x[:, None, None], scale_factor=(1, 1.5, 2))],
+    **{
+        f"_upsample_nearest_exact{n}d": [
+            lambda x, y, n=n: F.interpolate(
+                x[(slice(None), *[None] * (n - 1))], scale_factor=1.5, mode="nearest-exact"
+            )
+        ]
+        for n in (1, 2, 3)
+    },
+    "upsample_linear1d": [
+        lambda x, y: F.interpolate(x, 11, mode="linear", align_corners=True),
+        lambda x, y: F.interpolate(x, scale_factor=1.5, mode="linear"),
+    ],
+    "upsample_bicubic2d": [
+        lambda x, y: F.interpolate(x[:, None], (9, 5), mode="bicubic", align_corners=True),
+        lambda x, y: F.interpolate(x[:, None], scale_factor=1.5, mode="bicubic"),
+    ],
+    "upsample_trilinear3d": [
+        lambda x, y: F.interpolate(
+            x[:, None, None], (1, 9, 5), mode="trilinear", align_corners=True
+        ),
+        lambda x, y: F.interpolate(x[:, None, None], scale_factor=1.5, mode="trilinear"),
+    ],
+    **{
+        f"_upsample_{mode}2d_aa": [
+            lambda x, y, mode=mode: F.interpolate(
+                x[:, None], (4, 5), mode=mode, align_corners=True, antialias=True
+            ),
+            lambda x, y, mode=mode: F.interpolate(
+                x[:, None], scale_factor=0.6, mode=mode, antialias=True
+            ),
+        ]
+        for mode in ("bilinear", "bicubic")
+    },
+    "soft_margin_loss": [
+        lambda x, y, reduction=reduction: F.soft_margin_loss(
+            x, torch.where(y > 0, 1.0, -1.0).to(x.dtype), reduction=reduction
+        )
+        for reduction in ("none", "mean", "sum")
+    ],
     "upsample_nearest2d": [lambda x, y: F.interpolate(x[:, None], scale_factor=(1.5, 2.0))],
     "upsample_bilinear2d": [
         lambda x, y: F.interpolate(x[:, None], (9, 4), mode="bilinear", align_corners=True),

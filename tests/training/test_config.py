@@ -497,7 +497,7 @@ def test_every_name_of_0_1_is_accepted():
     assert {name: path_of(TrainConfig, name) for name in PLACES} == PLACES
     short = {each.name for each in settings_of(TrainConfig) if each.name != each.path}
     assert short == {*PLACES} | LATER
-    sections = {*AT_TOP, *OF_SECTIONS, "tasks", "module", "classifier"}
+    sections = {*AT_TOP, *OF_SECTIONS, "tasks", "module", "classifier", "embedder"}
     assert {field.name for field in dataclasses.fields(TrainConfig)} == sections
     for name, path in PLACES.items():
         value = value_at(TrainConfig(), name)
@@ -531,7 +531,7 @@ def test_files_of_0_1_are_read(file, tmp_path):
     for name in LATER | LATER_PATHS:
         section, field = path_of(TrainConfig, name).split(".")
         nested.setdefault(section, {})[field] = value_at(TrainConfig(), name)
-    nested |= {"module": "none", "classifier": "none"}
+    nested |= {"module": "none", "classifier": "none", "embedder": "none"}
     assert tomllib.loads(dump(made)) == nested
     changed = load(file).parallelism.nproc > 0
     usual = configure(compile=False, gpt__fused_projections=False)  # as it was then

@@ -30,6 +30,7 @@ ALWAYS = [
     "model",
     "module",  # the options of its table are checked where it is opened
     "classifier",
+    "embedder",
     "data",
     "tokenizer",
     "format",

@@ -591,7 +591,7 @@ class Choices:
         return seconds + (self.guess_activations(c) >= _FAR * free) * _LATE
 
     def _find_imbalance(self, c: TrainConfig) -> float:
-        """What the busiest rank of a pipeline computes, as a part of that of the even layout."""
+        """The work of the busiest rank of a pipeline, as a part of that of the even layout."""
         ranks, pp = c.parallelism, mesh_of(c)["pp"]
         stages, layers = pp * count_chunks(c), c.gpt.num_layers
         if pp == 1 or ranks.layout in ("", "even", "cost") or stages > layers:

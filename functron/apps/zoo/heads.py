@@ -62,7 +62,7 @@ _USUAL = r"""
     \b(query|key|value|[qkv]_proj|gate_proj|up_proj|intermediate\.dense|fc1)\.(weight|bias)$ = tp
     \b(o_proj|out_proj|down_proj|output\.dense|fc2)\.weight$ = -,tp
 """
-_HEADS = re.compile(r"^(classifier|pre_classifier|score|pooler)\.|\.pooler\.")
+_HEADS = re.compile(r"^(classifier|pre_classifier|score|pooler|head)\.|\.pooler\.")
 """Names of what a model without a head for labels lacks."""
 
 
@@ -155,7 +155,7 @@ def build_classifier(config: ClassifierConfig, seed: int = 0) -> Any:
         own.label2id = {name: number for number, name in own.id2label.items()}
     raise_problems("no model to train", [*_list_gaps(own, path)])
     own.problem_type = "single_label_classification"
-    own.pad_token_id = _choose_pad(own)
+    own.pad_token_id = choose_pad(own)
     kind = transformers.AutoModelForSequenceClassification
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -175,7 +175,7 @@ def build_classifier(config: ClassifierConfig, seed: int = 0) -> Any:
     return made.eval()
 
 
-def _choose_pad(own: Any) -> int | None:
+def choose_pad(own: Any) -> int | None:
     """The token that pads texts, by which transformers finds the last one of a text."""
     end = own.eos_token_id
     tried = own.pad_token_id, *(end if isinstance(end, list) else [end])
@@ -191,7 +191,7 @@ def _list_gaps(own: Any, path: Path) -> Iterator[Problem]:
     if own.problem_type not in (None, "single_label_classification"):
         wanted, fix = "single_label_classification", "leave it out of config.json"
         yield Problem(name, f"problem_type {own.problem_type}", wanted, fix)
-    if _choose_pad(own) is None:
+    if choose_pad(own) is None:
         wanted = f"the id of a token that pads texts, below {own.vocab_size}"
         fix = "write it into config.json"
         yield Problem(name, f"pad_token_id {own.pad_token_id}", wanted, fix)
@@ -227,12 +227,23 @@ def _open_on(origin: str, labels: str, dtype: torch.dtype, device: str) -> Opene
         own = module.config
         names = tuple(str(own.id2label[number]) for number in range(own.num_labels))
         one, other = (functools.partial(_call_masked, each) for each in (fn, train))
-        most = getattr(own, "max_position_embeddings", None)
+        most = count_positions(module)
         drops = differs or any(map(drops_out, module.modules()))
         return OpenedClassifier(
             one, other, params, names, own.pad_token_id, own.vocab_size, most, drops,
             undrawn if drops else "",
         )  # fmt: skip
+
+
+def count_positions(module: Any) -> int | None:
+    """The longest text of a model of transformers, in tokens; None: it has no such number.
+
+    RoBERTa's first positions stand for padding.
+    """
+    for name, inner in module.named_modules():
+        if name.endswith("position_embeddings") and getattr(inner, "padding_idx", None) is not None:
+            return inner.num_embeddings - inner.padding_idx - 1
+    return getattr(module.config, "max_position_embeddings", None)
 
 
 def _call_masked(fn: Callable, params, tokens: Tensor, mask: Tensor, **more: Tensor) -> Tensor:
@@ -253,14 +264,25 @@ def _build_named(origin: str, labels: str, seed: int) -> Any:
 
 def defs(config: ClassifierConfig) -> dict:
     """The parameters by the model's own names, whose parts are levels; each dim has an axis."""
+    given = (config.origin, config.labels)
+    return define_params(
+        open_classifier(config).params,
+        config.torch_dtype,
+        functools.partial(OwnWeights, _build_named, given),
+    )
+
+
+def define_params(
+    params: Mapping[str, Tensor], dtype: torch.dtype, init: Callable[[str], OwnWeights]
+) -> dict:
+    """Definitions of parameters by name, with an axis ``NAME:DIM`` for each dim.
+
+    Weight decay applies to those of two dims or more.
+    """
     found = {}
-    for name, value in open_classifier(config).params.items():
+    for name, value in params.items():
         axes = tuple(f"{name}:{dim}" for dim in range(value.dim()))
-        init, decay = (
-            OwnWeights(_build_named, (config.origin, config.labels), name),
-            value.dim() > 1,
-        )
-        found[name] = ParamDef(tuple(value.shape), axes, init, config.torch_dtype, decay)
+        found[name] = ParamDef(tuple(value.shape), axes, init(name), dtype, value.dim() > 1)
     return nest(found)
 
 
@@ -275,12 +297,32 @@ def rules(
         ValueError: the mesh has ranks on other axes than dp, fsdp and tp; or tp does not divide a
             dim of a rule that was given.
     """
+    return split_params(
+        open_classifier(config).params, config.rules, mesh, fsdp, "classifier.rules"
+    )
+
+
+def split_params(
+    params: Mapping[str, Tensor],
+    given: str,
+    mesh: Mesh | BoundMesh,
+    fsdp: tuple[str, ...],
+    setting_name: str,
+) -> Rules:
+    """How a mesh splits parameters that have a logical axis ``NAME:DIM`` for each dim.
+
+    Args:
+        params: by name.
+        given: rules for tp; empty: the usual ones, where tp divides dims.
+        mesh, fsdp: as of `rules`, and so are errors.
+        setting_name: of `given`, in messages.
+    """
     others = [name for name in mesh.axis_names if name not in ("dp", "fsdp", "tp")]
     wanted, fix = "ranks on dp, fsdp and tp for this model", "put those ranks on dp, fsdp or tp"
     found = [Problem("mesh", f"{x}={mesh[x]}", wanted, fix) for x in others if mesh[x] > 1]
     raise_problems("this mesh cannot run the model", found)
-    params, ranks = open_classifier(config).params, mesh["tp"]
-    split = _split_over_tp(config, ranks) if ranks > 1 else {}
+    ranks = mesh["tp"]
+    split = _split_over_tp(params, given, ranks, setting_name) if ranks > 1 else {}
     fully = tuple(axis for axis in fsdp if mesh[axis] > 1)
     count = math.prod(mesh[axis] for axis in fully)
     made: dict[str, str | tuple[str, ...]] = {}
@@ -295,15 +337,17 @@ def rules(
     return Rules(made)
 
 
-def _split_over_tp(config: ClassifierConfig, ranks: int) -> dict[str, int]:
+def _split_over_tp(
+    params: Mapping[str, Tensor], given: str, ranks: int, setting_name: str
+) -> dict[str, int]:
     """The dim that tp splits, by parameter.
 
     Raises:
         ValueError: it does not divide one of a rule that was given, or one is found in no name.
     """
-    params, problems, found = open_classifier(config).params, [], {}
-    given = read_rules(config.rules or _USUAL)
-    lines = [(pattern, row.index("tp")) for _, pattern, row in given if "tp" in row]
+    problems, found = [], {}
+    lines = [(pattern, row.index("tp")) for _, pattern, row in read_rules(given or _USUAL)
+             if "tp" in row]  # fmt: skip
     unused = {pattern for pattern, _ in lines}
     for name, value in params.items():
         hit = next(((p, dim) for p, dim in lines if re.search(p, name)), None)
@@ -312,11 +356,11 @@ def _split_over_tp(config: ClassifierConfig, ranks: int) -> dict[str, int]:
         unused.discard(hit[0])
         if value.shape[hit[1]] % ranks == 0:
             found[name] = hit[1]
-        elif config.rules:
+        elif given:
             got, wanted = f"{value.shape[hit[1]]} entries on tp={ranks}", f"a multiple of {ranks}"
             problems.append(Problem(name, got, wanted, "leave it out of the rules"))
-    if config.rules:
-        problems += [Problem("classifier.rules", repr(p), "part of a parameter's name")
+    if given:
+        problems += [Problem(setting_name, repr(p), "part of a parameter's name")
                      for p in sorted(unused)]  # fmt: skip
     raise_problems("tp cannot split these parameters", problems)
     return found
@@ -367,10 +411,32 @@ def _sum_over_texts(
     kind: str,
     more: Mapping[str, Tensor],
 ) -> Tensor:
+    place = functools.partial(_partition_sum, config)
+    return sum_over_batch(place, params, batch, options, kind, more)
+
+
+def sum_over_batch(
+    place: Callable[[Mesh, str, str, bool], partitioning.Partitioned],
+    params: tree.Tree,
+    batch: Batch,
+    options: ModelOptions,
+    kind: str,
+    more: Mapping[str, Tensor],
+) -> Tensor:
+    """The value of a partitioned function of whole batches, of this rank's part; replicated.
+
+    Args:
+        place: ``(mesh, device, kind, train)`` to the function of parameters, tokens, targets and
+            `more`.
+        params, batch, options: as of a family's loss.
+        kind: of the sum.
+        more: the inputs of dropout; empty: as in evaluation.
+
+    Collectives: of `ModelOptions.gather`, and those that `functron.partition` derives.
+    """
     require(batch, "tokens", "targets")
     sizes = {name: axis.size for name, axis in scope().axes.items() if axis is not None}
-    device = batch["tokens"].device.type
-    mapped = _partition_sum(config, Mesh(**sizes), device, kind, bool(more))
+    mapped = place(Mesh(**sizes), batch["tokens"].device.type, kind, bool(more))
 
     def run(whole: tree.Tree) -> Tensor:
         return mapped.local(flatten(whole), batch["tokens"], batch["targets"], more)
@@ -383,12 +449,8 @@ def _partition_sum(
     config: ClassifierConfig, mesh: Mesh, device: str, kind: str, train: bool
 ) -> partitioning.Partitioned:
     """The sum of losses, or of right answers, on a mesh, of parameters split over tp alone."""
-    opened, split = open_classifier(config, device), rules(config, mesh, fsdp=())
+    opened = open_classifier(config, device)
     call = opened.train if train else opened.call
-    specs = {name: split.spec(d.axes) for name, d in flatten(defs(config)).items()}
-    rows = P(tuple(axis for axis in DATA_AXES if mesh[axis] > 1) or None)
-
-    drawn = {"key": P(), "rows": rows} if train else {}
 
     def summed(params, tokens, targets, more):
         mask, labels = tokens >= 0, targets[:, 0]
@@ -398,8 +460,26 @@ def _partition_sum(
             return (logits.argmax(-1) == labels).to(logits.dtype).sum()
         return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
+    return partition_batch(summed, defs(config), rules(config, mesh, fsdp=()), mesh, train)
+
+
+def partition_batch(
+    fn: Callable, defined: dict, split: Rules, mesh: Mesh, train: bool
+) -> partitioning.Partitioned:
+    """A function of whole parameters, tokens, targets and inputs of dropout, on a mesh.
+
+    Args:
+        fn: it; what it returns is replicated.
+        defined: of the parameters.
+        split: how tp splits them.
+        mesh: of the ranks; data axes split rows.
+        train: whether there are inputs of dropout.
+    """
+    specs = {name: split.spec(d.axes) for name, d in flatten(defined).items()}
+    rows = P(tuple(axis for axis in DATA_AXES if mesh[axis] > 1) or None)
+    drawn = {"key": P(), "rows": rows} if train else {}
     given = specs, rows, rows, drawn
-    return partitioning.partition(summed, mesh, given, P(), pick="cheapest")
+    return partitioning.partition(fn, mesh, given, P(), pick="cheapest")
 
 
 @functools.lru_cache(32)
@@ -421,7 +501,7 @@ class LabelledTexts(Samples):
     Args:
         path: of the file.
         tokenizer: makes tokens of texts, with what the model expects around one.
-        labels: their names, by number; a line has a name, or a number.
+        labels: their names, by number; a line has a name, or a number where no name is one.
         seq: tokens of a sample; longer texts are cut, before what ends them.
         seed: selects the order of the samples, another one in each epoch.
 
@@ -440,10 +520,9 @@ class LabelledTexts(Samples):
         self._seq, self._seed = seq, seed
         rows, problems = [], []
         numbers = {name: number for number, name in enumerate(labels)}
-        numbers |= {
-            str(number): number for number in range(len(labels)) if str(number) not in numbers
-        }
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        if not any(name.lstrip("-").isdecimal() for name in numbers):  # 1 may be a name or a number
+            numbers |= {str(number): number for number in range(len(labels))}
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
         for number, line in enumerate(lines, 1):
             if line.strip():
                 found = _read_line(line, numbers, f"{path}:{number}")
@@ -452,9 +531,10 @@ class LabelledTexts(Samples):
             problems.append(Problem(path, "no lines", "texts with labels"))
         raise_problems("cannot read labelled texts", problems[:8])
         self._labels = np.array([label for _, label in rows], np.int64)
-        self._tokens = [_cut(tokenizer.encode(text), seq, tokenizer) for text, _ in rows]
+        self._tokens = [cut_text(tokenizer.encode(text), seq, tokenizer) for text, _ in rows]
+        raise_problems("cannot read labelled texts", [*empty_problems(self._tokens, path)])
         self.num_samples = len(rows)
-        self.vocab_size = 1 + max(max(tokens, default=0) for tokens in self._tokens)
+        self.vocab_size = 1 + max(max(tokens) for tokens in self._tokens)
         self._counts = {name: int((self._labels == n).sum()) for n, name in enumerate(labels)}
 
     def draw(self, numbers: np.ndarray) -> dict[str, Tensor]:
@@ -486,12 +566,20 @@ def _read_line(line: str, numbers: Mapping[str, int], where: str) -> tuple[str, 
     return text, numbers[str(label)]
 
 
-def _cut(tokens: list[int], seq: int, tokenizer: TextTokenizer) -> list[int]:
+def cut_text(tokens: list[int], seq: int, tokenizer: TextTokenizer) -> list[int]:
     """The first tokens of a text, and the one that ends it where the tokenizer puts one there."""
     if len(tokens) <= seq:
         return tokens
     ends = tokens[-1:] if tokens[-1] in tokenizer.special_tokens.values() else []
     return [*tokens[: seq - len(ends)], *ends]
+
+
+def empty_problems(tokens: Sequence[list[int]], path: str) -> Iterator[Problem]:
+    """Texts of which a tokenizer makes nothing: a model would have nothing to read."""
+    empty = sum(not each for each in tokens)
+    if empty:
+        got, wanted = f"{empty:,} texts that the tokenizer makes no tokens of", "one each, at least"
+        yield Problem(path, got, wanted, "leave those lines out")
 
 
 # --- the family
@@ -516,23 +604,33 @@ def _plan_samples(config: TrainConfig, tokenizer: TextTokenizer | None) -> Sampl
 
 
 def _find_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
-    """Settings that a classifier of texts does not have."""
     model: Any = config.architecture
-    if config.data.format != "text":
-        wanted = "text: a JSONL file of texts and labels"
-        yield Problem("format", config.data.format, wanted, "--format text")
-    if not config.data.path:
-        yield Problem("data", "nothing", "a JSONL file of texts and labels", "--data FILE")
+    folder = Path(model.origin.partition(":")[2])
+    yield from setting_problems(config, folder, "a JSONL file of texts and labels", "a classifier")
     if config.data.seq > model.max_seq:
         yield Problem("seq", str(config.data.seq), f"at most {model.max_seq}, the longest text")
+
+
+def setting_problems(config: TrainConfig, folder: Path, file: str, owner: str) -> Iterator[Problem]:
+    """Settings that no model of texts that reads JSONL lines of its own has.
+
+    Args:
+        config: the run.
+        folder: of the model, with its tokenizer.
+        file: what its data is.
+        owner: the model, with an article.
+    """
+    if config.data.format != "text":
+        yield Problem("format", config.data.format, f"text: {file}", "--format text")
+    if not config.data.path:
+        yield Problem("data", "nothing", file, "--data FILE")
     if config.optimizer.name == "muon":
         fix = "--optimizer adamw"
         yield Problem("optimizer", "muon", "one that does not ask which matrices project", fix)
     if config.compute.remat != "none":
-        yield Problem("remat", config.compute.remat, "none with a classifier", "leave it out")
+        yield Problem("remat", config.compute.remat, f"none with {owner}", "leave it out")
     if config.parallelism.sequence_parallel:
-        yield Problem("sequence_parallel", "true", "false with a classifier", "leave it out")
-    folder = Path(model.origin.partition(":")[2])
+        yield Problem("sequence_parallel", "true", f"false with {owner}", "leave it out")
     if not config.data.tokenizer and (folder / "tokenizer.json").is_file():
         got = "bytes, for a model with a tokenizer of its own"
         yield Problem("tokenizer", got, str(folder), f"--tokenizer {folder}")
@@ -547,6 +645,6 @@ def make_family() -> Family:
     return Family(
         "classifier", "a classifier of texts", *given, objective=objective,
         draws=draws, free=("dtype", "rules", "dropouts"),
-        measures=MappingProxyType({"accuracy": count_right}),
+        measures=lambda config: {"accuracy": count_right},
         schemes=MappingProxyType({SCHEME: _open_config}),
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Convert modules' own files into run folders and back: ``hf-module:`` and ``hf-classifier:PATH``.
+"""Convert modules' own files into run folders and back: ``hf-module:``, ``hf-classifier:`` and
+``hf-embedder:PATH``.
 
 What is written is what the module writes: transformers' ``save_pretrained``, or, of a module that
 has none, its state dict in model.safetensors. Names, ties, buffers and dtypes are the module's, so
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 
 from functron import checkpoint
-from functron.apps.zoo import heads
+from functron.apps.zoo import embedders, heads
+from functron.apps.zoo.embedders import EmbedderConfig, build_embedder, read_layout, write_layout
 from functron.apps.zoo.heads import ClassifierConfig, build_classifier
 from functron.apps.zoo.module_adapters import list_adapted
 from functron.apps.zoo.modules import (
@@ -71,6 +73,11 @@ def make_classifier_format() -> RunFormat:
     return _make_format(heads.SCHEME)
 
 
+def make_embedder_format() -> RunFormat:
+    """The same of ``hf-embedder:PATH``, in sentence-transformers' layout."""
+    return _make_format(embedders.SCHEME)
+
+
 def _make_format(scheme: str) -> RunFormat:
     refusals = {
         name: Problem(name, "{!r}", wanted, "leave it out") for name, wanted in _NAMES.items()
@@ -99,7 +106,8 @@ def _make_run(scheme: str, path: Path, out: Path) -> Conversion:
 
     def keep(folder: Path) -> None:
         folder.mkdir()
-        kept.extend(copy_companions(base, folder))
+        source = read_layout(base).model if scheme == embedders.SCHEME else base
+        kept.extend(copy_companions(source, folder))
 
     begin(out, run, params, keep)
     return Conversion(model, out, tuple(kept), title)
@@ -231,7 +239,7 @@ def write_module(
     """
     run = config.load(path / run_folder.CONFIG, known_only=True)
     model = run.architecture
-    if not isinstance(model, ModuleConfig | ClassifierConfig):
+    if not isinstance(model, ModuleConfig | ClassifierConfig | EmbedderConfig):
         fix = f"functron convert run:{path} hf:{out}"
         refuse("cannot export", str(path), run.family.title, "a run of a module", fix)
     kind, _, origin = model.origin.partition(":")
@@ -240,11 +248,15 @@ def write_module(
         return Conversion(model, out, ())
     params = newest_params(path, run, averaged=averaged, read=checkpoint.read_params)
     folders = [path / run_folder.HUB, *([Path(origin)] if kind in (HUB, heads.SCHEME) else [])]
+    if isinstance(model, EmbedderConfig):
+        folders.append(read_layout(Path(origin)).model)
 
     kept: list[str] = []
 
     def fill(folder: Path) -> None:
         _save(fill_module(model, params), folder)
+        if isinstance(model, EmbedderConfig):
+            write_layout(folder, model)
         for source in folders:
             kept.extend([] if kept or not source.is_dir() else copy_companions(source, folder))
 
@@ -301,10 +313,16 @@ def _save_adapter(
     write_json(folder / ADAPTER, settings)
 
 
-def fill_module(model: ModuleConfig | ClassifierConfig, params: tree.Tree) -> torch.nn.Module:
+def fill_module(
+    model: ModuleConfig | ClassifierConfig | EmbedderConfig, params: tree.Tree
+) -> torch.nn.Module:
     """The module of a config with these parameters, in the dtypes that it has by itself."""
-    one = isinstance(model, ModuleConfig)
-    module = build_module(model.origin) if one else build_classifier(model)
+    if isinstance(model, ModuleConfig):
+        module = build_module(model.origin)
+    elif isinstance(model, ClassifierConfig):
+        module = build_classifier(model)
+    else:
+        module = build_embedder(model)
     params = flatten(params)
     own = trained_weights(module)
     raise_problems(
