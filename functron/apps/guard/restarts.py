@@ -178,7 +178,9 @@ def resize(config: TrainConfig, axis: str, size: int) -> TrainConfig | None:
 
     Its microbatches are as few as there can be of no more samples than now: so ranks that are left
     take the parts of the others one after another, in the memory that a step takes now. In a
-    pipeline they are a multiple of those now, as its schedule may ask for.
+    pipeline they are a multiple of those now, as its schedule may ask for. Samples that are
+    compared with each other (`functron.models.family.Objective.compares_rows`) stay in one, which
+    takes more memory.
 
     Returns:
         None where ranks so many cannot divide the batches equally.
@@ -191,9 +193,12 @@ def resize(config: TrainConfig, axis: str, size: int) -> TrainConfig | None:
     batches = training.run_folder.sizes_to_come(config)
     if any(batch % ranks for batch in batches):
         return None
-    rows = max(config.data.global_batch // (before * config.parallelism.microbatches), 1)
     unit = config.parallelism.microbatches if mesh["pp"] > 1 else 1
     most = config.data.global_batch // ranks
+    rows = max(config.data.global_batch // (before * config.parallelism.microbatches), 1)
+    objective = config.family.objective
+    if objective is not None and objective.compares_rows(config):
+        rows = most
     count = next(
         (
             count

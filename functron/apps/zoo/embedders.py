@@ -671,9 +671,13 @@ def _find_problems(config: TrainConfig, mesh: Mesh | None) -> Iterator[Problem]:
     if opened.max_text is not None and seq > parts * opened.max_text:
         wanted = f"at most {parts} times {opened.max_text}, the longest text"
         yield Problem("seq", str(seq), wanted, f"set it to {parts * opened.max_text}")
-    if model.learns == "pairs" and not model.negatives and config.data.global_batch < 2:
+    if model.learns == "pairs" and not model.negatives and config.data.global_batch >= 1:
         wanted = "2 or more: other lines of a batch are what a text is told from"
-        yield Problem("global_batch", str(config.data.global_batch), wanted, "raise it")
+        if config.data.global_batch < 2:
+            yield Problem("global_batch", str(config.data.global_batch), wanted, "raise it")
+        elif min(config.data.batches.sizes) < 2:
+            got = f"{config.data.ramp_up!r}: batches of 1 sample"
+            yield Problem("ramp_up", got, wanted, "begin with 2 or more")
 
 
 def make_family() -> Family:

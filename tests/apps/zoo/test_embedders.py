@@ -330,6 +330,7 @@ def test_settings_that_an_embedder_lacks_are_refused(origin_of, files, tmp_path)
         ({"seq": 66}, "at most 2 times 32"),
         ({"seq": 15}, "multiple of 2"),
         ({"global_batch": 1}, "global_batch"),
+        ({"ramp_up": "1 1 8"}, "ramp_up.*begin with 2"),
         ({"embedder__scale": 0.0}, "above 0"),
         ({"embedder__learns": "scores", "embedder__negatives": 1}, "negatives"),
         ({"model": f"hf-embedder:{plain}"}, "--embedder.pooling"),
@@ -337,6 +338,19 @@ def test_settings_that_an_embedder_lacks_are_refused(origin_of, files, tmp_path)
     ):
         with pytest.raises(ValueError, match=told):
             run(run_config(origin_of("bert"), files, **settings))
+
+
+@pytest.mark.applications("guard")
+def test_a_smaller_mesh_keeps_all_samples_that_are_compared_in_one_microbatch(origin_of, files):
+    from functron.apps.guard.restarts import resize
+
+    for learns, wanted in (("pairs", 1), ("scores", 4)):
+        config = run_config(origin_of("bert"), files, embedder__learns=learns, mesh="dp=4")
+        found = resize(config, "dp", 1)
+        assert found is not None
+        assert found.parallelism.microbatches == wanted
+        validate(found)
+    assert resize(run_config(origin_of("bert"), files, mesh="dp=4"), "dp", 3) is None
 
 
 def test_folders_whose_vectors_would_be_others_are_refused(tmp_path):
